@@ -1,0 +1,436 @@
+"""Data sets by name: a name in, NumPy arrays and what is known about them out.
+
+Nothing is downloaded here. A set that is not at hand raises `InputError`, and the
+message says how to get it.
+"""
+
+import gzip
+import json
+import struct
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int, Num, Shaped
+
+from fedjax_tp.types import InputError, NumpyInts
+
+DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
+
+# Per-channel mean and standard deviation of the training images, pixels in [0, 1].
+# CIFAR: the constants of FedTP's code. Other sets compute theirs from their pixels.
+_NORMALIZATION = {
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
+    "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    "fashion_mnist": ((0.2860,), (0.3530,)),
+}
+
+Images = Num[np.ndarray, "examples height width channels"]
+
+
+class Dataset(NamedTuple):
+    """Labelled images, and what a model needs to know about them.
+
+    Attributes:
+      name: the name it was asked for by.
+      x_train, x_test: images, uint8 where the source is.
+      y_train, y_test: labels 0..num_classes-1.
+      class_names: one name for each label; for an .npz the label found in the file.
+      mean, std: per channel, in the units of the stored pixels.
+      superclass: coarse class of each class, or None.
+      notices: what the loader left out or changed, to be shown to the user.
+    """
+
+    name: str
+    x_train: Images
+    y_train: Int[np.ndarray, " train"]
+    x_test: Images
+    y_test: Int[np.ndarray, " test"]
+    class_names: tuple[str, ...]
+    mean: Float[np.ndarray, " channels"]
+    std: Float[np.ndarray, " channels"]
+    superclass: NumpyInts | None = None
+    notices: tuple[str, ...] = ()
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.class_names)
+
+
+def load(name: str, data_dir: str | None = None) -> Dataset:
+    """Loads a data set by name.
+
+    Args:
+      name: `digits`, `fashion_mnist`, `cifar10`, `cifar100`, `npz:PATH`,
+        `folder:PATH` or `tfds:NAME`.
+      data_dir: where prepared TFDS sets (or Fashion-MNIST's IDX files) lie.
+
+    Raises:
+      InputError: unknown name, a set that is not there, or content that cannot be
+        used; the message says what is allowed or how to get the set.
+    """
+    kind, _, argument = name.partition(":")
+    if kind in _WITH_ARGUMENT and argument:
+        return _WITH_ARGUMENT[kind](name, argument, data_dir)
+    if name in _NAMED:
+        return _NAMED[name](name, data_dir)
+    known = ", ".join([*_NAMED, "npz:PATH", "folder:PATH", "tfds:NAME"])
+    raise InputError(f"unknown dataset {name!r}; known are {known}")
+
+
+def stratified_split(
+    labels: NumpyInts, test_fraction: float, seed: int
+) -> tuple[NumpyInts, NumpyInts]:
+    """Splits examples into (train, test) indices, class by class, seeded.
+
+    A class with one example stays in train.
+    """
+    rng = np.random.default_rng(seed)
+    is_test = np.zeros(len(labels), bool)
+    for label in np.unique(labels):
+        examples = rng.permutation(np.flatnonzero(labels == label))
+        is_test[examples[: int(len(examples) * test_fraction)]] = True
+    return np.flatnonzero(~is_test), np.flatnonzero(is_test)
+
+
+def _channel_statistics(
+    name: str, x_train: Images
+) -> tuple[Float[np.ndarray, " channels"], Float[np.ndarray, " channels"]]:
+    if name in _NORMALIZATION and x_train.dtype == np.uint8:
+        mean, std = (np.array(v) * 255 for v in _NORMALIZATION[name])
+    else:
+        pixels = x_train.reshape(-1, x_train.shape[-1])
+        mean = pixels.mean(axis=0, dtype=np.float64)
+        std = pixels.std(axis=0, dtype=np.float64)
+    # A channel that never changes carries nothing; it must not divide by zero.
+    return mean.astype(np.float32), np.where(std > 0, std, 1.0).astype(np.float32)
+
+
+def _dataset(name, x_train, y_train, x_test, y_test, class_names, **rest) -> Dataset:
+    for split, labels in (("training", y_train), ("test", y_test)):
+        if len(labels) == 0:
+            raise InputError(f"dataset {name} has no {split} examples")
+    class_names = tuple(class_names)
+    if len(class_names) < 2:
+        raise InputError(f"dataset {name} has one class; at least two are needed")
+    # The name without its kind: `tfds:cifar10` is normalized as `cifar10` is.
+    mean, std = _channel_statistics(name.removeprefix("tfds:"), x_train)
+    return Dataset(
+        name,
+        np.ascontiguousarray(x_train),
+        y_train.astype(np.int32),
+        np.ascontiguousarray(x_test),
+        y_test.astype(np.int32),
+        class_names,
+        mean,
+        std,
+        **rest,
+    )
+
+
+def _split_dataset(name, x, y, class_names, **rest) -> Dataset:
+    """One array of examples: a fifth of each class becomes the test split."""
+    train, test = stratified_split(y, test_fraction=0.2, seed=0)
+    return _dataset(name, x[train], y[train], x[test], y[test], class_names, **rest)
+
+
+def _digits(name: str, data_dir: str | None) -> Dataset:
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    images = bunch.images.astype(np.uint8)[..., None]
+    return _split_dataset(name, images, bunch.target, map(str, range(10)))
+
+
+def _fashion_mnist(name: str, data_dir: str | None) -> Dataset:
+    folders = [Path(data_dir)] if data_dir else []
+    for folder in [*folders, DEBIAN_FASHION_MNIST]:
+        if (folder / "train-images-idx3-ubyte.gz").is_file():
+            return _dataset(
+                name,
+                _read_idx(folder / "train-images-idx3-ubyte.gz")[..., None],
+                _read_idx(folder / "train-labels-idx1-ubyte.gz"),
+                _read_idx(folder / "t10k-images-idx3-ubyte.gz")[..., None],
+                _read_idx(folder / "t10k-labels-idx1-ubyte.gz"),
+                "top trouser pullover dress coat sandal shirt sneaker bag boot".split(),
+            )
+    return _tfds(
+        name, name, data_dir, hint="or `apt-get install dataset-fashion-mnist`"
+    )
+
+
+def _read_idx(path: Path) -> Shaped[np.ndarray, "..."]:
+    try:
+        content = gzip.decompress(path.read_bytes())
+        rank = content[3]
+        shape = struct.unpack(f">{rank}I", content[4 : 4 + 4 * rank])
+        return np.frombuffer(content, np.uint8, offset=4 + 4 * rank).reshape(shape)
+    except (OSError, EOFError, IndexError, ValueError, struct.error, zlib.error) as e:
+        raise InputError(f"{path} is not a complete IDX file: {e}") from None
+
+
+def _tfds_by_own_name(name: str, data_dir: str | None) -> Dataset:
+    return _tfds(name, name, data_dir)
+
+
+def _tfds(name: str, builder_name: str, data_dir: str | None, hint: str = "") -> Dataset:
+    command = f"python -m experiments.prepare_data --dataset {builder_name}"
+    if data_dir is None:
+        raise InputError(
+            f"dataset {name} needs --data-dir, the folder of its array_record files; "
+            f"`{command} --data-dir DIR` makes them {hint}".rstrip()
+        )
+    if not Path(data_dir).is_dir():
+        raise InputError(f"data dir {data_dir} is not a folder; run `{command}` first")
+    import tensorflow_datasets as tfds
+
+    try:
+        builder = tfds.builder(builder_name, data_dir=data_dir)
+        splits = set(builder.info.splits)
+    except (tfds.core.DatasetNotFoundError, ValueError):
+        splits = set()
+    if not {"train", "test"} <= splits:
+        raise InputError(
+            f"dataset {name} is not in {data_dir} (with train and test splits); "
+            f"`{command} --data-dir {data_dir}` makes it {hint}".rstrip()
+        )
+    features = builder.info.features
+    if not {"image", "label"} <= features.keys():
+        raise InputError(
+            f"dataset {name} has features {sorted(features)}; image and label needed"
+        )
+    read = {}
+    for split in ("train", "test"):
+        try:
+            source = builder.as_data_source(split)
+        except NotImplementedError:
+            raise InputError(
+                f"dataset {name} in {data_dir} is not array_record; "
+                f"`{command} --data-dir DIR` prepares it so"
+            ) from None
+        read[split] = _columns(source)
+    superclass = None
+    if "coarse_label" in features:
+        superclass = np.zeros(features["label"].num_classes, np.int32)
+        superclass[read["train"]["label"]] = read["train"]["coarse_label"]
+    elif (path := Path(builder.data_path) / "superclass.json").is_file():
+        superclass = np.array(json.loads(path.read_text()), np.int32)
+    return _dataset(
+        name,
+        read["train"]["image"],
+        read["train"]["label"],
+        read["test"]["image"],
+        read["test"]["label"],
+        features["label"].names,
+        superclass=superclass,
+    )
+
+
+def _columns(source) -> dict[str, np.ndarray]:
+    wanted = ("image", "label", "coarse_label")
+    rows = [source[i] for i in range(len(source))]
+    return {
+        key: np.stack([row[key] for row in rows])
+        for key in wanted
+        if rows and key in rows[0]
+    }
+
+
+def _npz(name: str, path: str, data_dir: str | None) -> Dataset:
+    arrays = _read_npz(path)
+    names = set(arrays)
+    if {"x_train", "y_train", "x_test", "y_test"} <= names:
+        splits = [("x_train", "y_train"), ("x_test", "y_test")]
+    elif {"x", "y"} <= names:
+        splits = [("x", "y")]
+    else:
+        raise InputError(
+            f"{path} holds {sorted(names)}; allowed are x, y or "
+            "x_train, y_train, x_test, y_test"
+        )
+    images = [_check_images(arrays[x], f"{path}: {x}") for x, _ in splits]
+    labels = [_check_labels(arrays[y], f"{path}: {y}") for _, y in splits]
+    for (x_name, y_name), x, y in zip(splits, images, labels, strict=True):
+        if len(x) != len(y):
+            raise InputError(
+                f"{path}: {x_name} has {len(x)} examples and {y_name} has {len(y)}; "
+                "they must be equal"
+            )
+    if len({x.shape[1:] for x in images}) > 1:
+        raise InputError(
+            f"{path}: x_train has images {images[0].shape[1:]} and x_test "
+            f"{images[1].shape[1:]}; they must be equal"
+        )
+    values = np.unique(np.concatenate(labels))
+    classes = [np.searchsorted(values, y) for y in labels]
+    superclass = arrays.get("superclass")
+    if superclass is not None:
+        superclass = _check_labels(superclass, f"{path}: superclass")
+        if len(superclass) != len(values):
+            raise InputError(
+                f"{path}: superclass has {len(superclass)} entries; the labels have "
+                f"{len(values)} classes"
+            )
+    rest = {"class_names": map(str, values), "superclass": superclass}
+    if len(splits) == 1:
+        return _split_dataset(name, images[0], classes[0], **rest)
+    return _dataset(name, images[0], classes[0], images[1], classes[1], **rest)
+
+
+def _read_npz(path: str) -> dict[str, np.ndarray]:
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            return dict(archive)
+    except FileNotFoundError:
+        raise InputError(f"dataset file {path} does not exist") from None
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(
+            f"cannot read {path} as an .npz of plain number arrays: {reason}"
+        ) from None
+
+
+def _check_images(x: np.ndarray, place: str) -> Images:
+    if x.dtype.kind not in "uif" or x.ndim not in (3, 4):
+        raise InputError(
+            f"{place} is {x.dtype} with shape {x.shape}; allowed are numbers "
+            "[examples, height, width] or [examples, height, width, channels]"
+        )
+    if x.dtype.kind == "f":
+        if not np.isfinite(x).all():
+            bad = int(np.argmin(np.isfinite(x.reshape(len(x), -1)).all(axis=1)))
+            raise InputError(f"{place} has NaN or infinite pixels (example {bad})")
+        x = x.astype(np.float32)
+    elif x.dtype != np.uint8:
+        x = x.astype(np.float32)
+    return x if x.ndim == 4 else x[..., None]
+
+
+def _check_labels(y: np.ndarray, place: str) -> Int[np.ndarray, " examples"]:
+    if y.dtype.kind not in "uifb" or y.ndim not in (1, 2):
+        raise InputError(
+            f"{place} is {y.dtype} with shape {y.shape}; allowed are integers "
+            "[examples], [examples, 1] or one-hot [examples, classes]"
+        )
+    if y.ndim == 2 and y.shape[1] == 1:
+        y = y[:, 0]
+    if y.ndim == 2:
+        if not (np.isin(y, (0, 1)).all() and (y.sum(axis=1) == 1).all()):
+            raise InputError(
+                f"{place} has shape {y.shape} but is not one-hot; allowed are integers "
+                "[examples], [examples, 1] or one-hot [examples, classes]"
+            )
+        return y.argmax(axis=1)
+    if y.dtype.kind == "f" and not (np.isfinite(y).all() and (y == np.rint(y)).all()):
+        bad = y[~(np.isfinite(y) & (y == np.rint(y)))][0]
+        raise InputError(f"{place} holds {bad}; labels must be integers")
+    if len(y) and y.min() < 0:
+        raise InputError(f"{place} holds {y.min()}; labels must be 0 or more")
+    return y.astype(np.int64)
+
+
+_IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"}
+
+
+def _folder(name: str, path: str, data_dir: str | None) -> Dataset:
+    root = Path(path)
+    if not root.is_dir():
+        raise InputError(f"dataset folder {path} does not exist")
+    splits = [root / "train", root / "test"]
+    has_splits = all(split.is_dir() for split in splits)
+    files = [_class_files(split) for split in (splits if has_splits else [root])]
+    class_names = sorted({label for split in files for label in split if split[label]})
+    empty = sorted({label for s in files for label in s} - set(class_names))
+    notices = tuple(f"{path}: class folder {c} has no image, left out" for c in empty)
+    listed = [
+        [(file, k) for k, c in enumerate(class_names) for file in split.get(c, [])]
+        for split in files
+    ]
+    if not all(listed):
+        raise InputError(
+            f"dataset folder {path} needs images in one folder a class, with or "
+            f"without train/ and test/ above; allowed are {sorted(_IMAGE_SUFFIXES)}"
+        )
+    images, more = _read_images([file for split in listed for file, _ in split])
+    labels = [np.array([k for _, k in split]) for split in listed]
+    rest = {"class_names": class_names, "notices": notices + more}
+    if not has_splits:
+        return _split_dataset(name, images, labels[0], **rest)
+    train, test = np.split(images, [len(labels[0])])
+    return _dataset(name, train, labels[0], test, labels[1], **rest)
+
+
+def _class_files(root: Path) -> dict[str, list[Path]]:
+    """Image files by class folder, in name order, without what desktops leave."""
+
+    def is_leftover(path: Path) -> bool:
+        return path.name.startswith(".") or path.name == "__MACOSX"
+
+    return {
+        folder.name: sorted(
+            file
+            for file in folder.iterdir()
+            if file.suffix.lower() in _IMAGE_SUFFIXES and not is_leftover(file)
+        )
+        for folder in sorted(root.iterdir())
+        if folder.is_dir() and not is_leftover(folder)
+    }
+
+
+def _read_images(files: list[Path]) -> tuple[Images, tuple[str, ...]]:
+    """Decodes images to one shape: grey only if all are grey, the commonest size.
+
+    Palettes are read as their colours. Transparency is dropped, not blended: a
+    transparent pixel keeps the colour stored under it.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    def decode(file: Path) -> np.ndarray:
+        try:
+            with Image.open(file) as image:
+                grey = image.mode in ("1", "L", "LA")
+                return np.asarray(image.convert("L" if grey else "RGB"))
+        except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+            raise InputError(f"cannot read image {file}: {error}") from None
+
+    with ThreadPoolExecutor() as pool:
+        arrays = list(pool.map(decode, files, chunksize=64))
+    if any(array.ndim == 3 for array in arrays):
+        arrays = [a if a.ndim == 3 else np.stack([a] * 3, axis=-1) for a in arrays]
+    else:
+        arrays = [array[..., None] for array in arrays]
+    sizes = Counter(array.shape[:2] for array in arrays)
+    height, width = max(sizes, key=lambda size: (sizes[size], size))
+    others = len(arrays) - sizes[height, width]
+    notices = ()
+    if others:
+        notices = (f"{others} images resized to {height}x{width}, the commonest size",)
+    return np.stack([_resize(array, height, width) for array in arrays]), notices
+
+
+def _resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    if image.shape[:2] == (height, width):
+        return image
+    from PIL import Image
+
+    resized = Image.fromarray(image.squeeze()).resize((width, height), Image.BILINEAR)
+    return np.asarray(resized).reshape(height, width, -1)
+
+
+_NAMED: dict[str, Callable[[str, str | None], Dataset]] = {
+    "digits": _digits,
+    "fashion_mnist": _fashion_mnist,
+    "cifar10": _tfds_by_own_name,
+    "cifar100": _tfds_by_own_name,
+}
+
+_WITH_ARGUMENT: dict[str, Callable[[str, str, str | None], Dataset]] = {
+    "npz": _npz,
+    "folder": _folder,
+    "tfds": _tfds,
+}

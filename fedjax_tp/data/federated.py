@@ -1,0 +1,113 @@
+"""A data set on the device together with who holds which examples.
+
+Examples are stored once, as they are (uint8 where possible), sorted by client, so that
+a client is a start and a size: skewed sizes cost no padding. Batches are gathered and
+normalized inside the compiled program.
+"""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Num
+
+from fedjax_tp.data.catalog import Dataset
+from fedjax_tp.types import Array, Batch, Bool, Int, NumpyInts, PRNGKey
+
+Split = Literal["train", "test"]
+
+
+class FederatedDataset(NamedTuple):
+    """One split (train or test) of a data set held by `clients` clients.
+
+    Attributes:
+      x: raw examples, those of client 0 first.
+      y: labels.
+      start: position of the first example of each client.
+      size: number of examples of each client.
+      mean, std: normalization constants in the units of `x`.
+    """
+
+    x: Num[Array, "examples *example"]
+    y: Int[Array, " examples"]
+    start: Int[Array, " clients"]
+    size: Int[Array, " clients"]
+    mean: Float[Array, " channels"]
+    std: Float[Array, " channels"]
+
+    @property
+    def num_clients(self) -> int:
+        return self.size.shape[0]
+
+
+def federate(
+    dataset: Dataset, split: Split, parts: tuple[NumpyInts, ...]
+) -> FederatedDataset:
+    """Puts one split of a data set on the device, ordered by client.
+
+    Args:
+      dataset: the arrays.
+      split: `train` or `test`.
+      parts: example indices held by each client (see `data.partition`).
+
+    Returns:
+      A `FederatedDataset` of the examples that some client holds.
+    """
+    if split == "train":
+        x, y = dataset.x_train, dataset.y_train
+    else:
+        x, y = dataset.x_test, dataset.y_test
+    order = np.concatenate(parts).astype(np.int64)
+    sizes = np.array([len(part) for part in parts], np.int32)
+    if len(order) == 0:
+        # One unreachable example keeps every gather legal.
+        order = np.zeros(1, np.int64)
+    return FederatedDataset(
+        jnp.asarray(x[order]),
+        jnp.asarray(y[order]),
+        jnp.asarray(np.cumsum(sizes) - sizes, jnp.int32),
+        jnp.asarray(sizes),
+        jnp.asarray(dataset.mean),
+        jnp.asarray(dataset.std),
+    )
+
+
+def client_sizes(
+    data: FederatedDataset, ids: Int[Array, " cohort"]
+) -> Int[Array, " cohort"]:
+    """Number of examples of each client; 0 for a padded id (one past the last)."""
+    return data.size.at[ids].get(mode="fill", fill_value=0)
+
+
+def shuffled(key: PRNGKey, size: Int[Array, ""], capacity: int) -> Int[Array, " n"]:
+    """A random order of 0..size-1 in the first `size` of `capacity` places.
+
+    The order depends on key and size alone, not on the capacity.
+    """
+    draws = jax.random.bits(key, (capacity,), jnp.uint32)
+    # Padding sorts last: a real draw as large as its filler stands before it, and the
+    # sort is stable.
+    filler = jnp.uint32(jnp.iinfo(jnp.uint32).max)
+    draws = jnp.where(jnp.arange(capacity) < size, draws, filler)
+    return jnp.argsort(draws, stable=True).astype(jnp.int32)
+
+
+def gather(
+    data: FederatedDataset,
+    client: Int[Array, ""],
+    places: Int[Array, " batch"],
+    mask: Bool[Array, " batch"],
+) -> Batch:
+    """A batch of one client's examples, normalized.
+
+    Args:
+      data: the federated split.
+      client: the client's id.
+      places: places among the client's examples, 0..size-1.
+      mask: False where a place is padding.
+    """
+    start = data.start.at[client].get(mode="clip")
+    rows = jnp.where(mask, start + places, 0)
+    x = data.x[rows].astype(jnp.float32)
+    return Batch((x - data.mean) / data.std, data.y[rows], mask)

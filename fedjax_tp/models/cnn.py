@@ -1,0 +1,74 @@
+"""The LeNet of the FedTP and pFedHN baselines."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from fedjax_tp.models.attention import Linear
+from fedjax_tp.types import Array, Float
+
+_KERNEL = 5
+
+
+def windows(
+    images: Float[Array, "batch height width channels"], size: int
+) -> Float[Array, "batch rows columns values"]:
+    """All size x size windows, flat, ordered (row, column, channel); no padding."""
+    rows = images.shape[1] - size + 1
+    columns = images.shape[2] - size + 1
+    shifted = [
+        images[:, i : i + rows, j : j + columns]
+        for i in range(size)
+        for j in range(size)
+    ]
+    return jnp.concatenate(shifted, axis=-1)
+
+
+class Convolution(nn.Module):
+    """5x5 convolution as one matrix product over windows.
+
+    Per-client kernels under vmap then are a batched matrix product. XLA would make a
+    grouped convolution of them, which on CPU inside a loop is many times slower.
+    """
+
+    features: int
+
+    @nn.compact
+    def __call__(self, x):
+        return Linear(self.features)(windows(x, _KERNEL))
+
+
+def _max_pool(x: Float[Array, "batch height width channels"]):
+    """Maximum over 2x2 windows; an odd last row or column is dropped."""
+    batch, height, width, channels = x.shape
+    rows, columns = height // 2, width // 2
+    even = x[:, : 2 * rows, : 2 * columns]
+    return even.reshape(batch, rows, 2, columns, 2, channels).max(axis=(2, 4))
+
+
+class LeNet(nn.Module):
+    """Two 5x5 convolutions (16, 32) with ReLU and pooling, then 120-84-classes.
+
+    121,182 parameters for 32x32x3 and 10 classes. Images under 16 pixels a side are
+    padded so that each convolution keeps their size.
+    """
+
+    num_classes: int
+
+    @nn.compact
+    def __call__(
+        self,
+        images: Float[Array, "batch height width channels"],
+        *,
+        deterministic: bool = True,
+    ) -> Float[Array, "batch classes"]:
+        margin = _KERNEL // 2 if min(images.shape[1:3]) < 16 else 0
+        x = images
+        for layer, features in enumerate((16, 32)):
+            x = jnp.pad(x, ((0, 0), (margin, margin), (margin, margin), (0, 0)))
+            x = Convolution(features, name=f"convolution_{layer}")(x)
+            x = _max_pool(jax.nn.relu(x))
+        x = x.reshape(len(x), -1)
+        for layer, features in enumerate((120, 84)):
+            x = jax.nn.relu(Linear(features, name=f"hidden_{layer}")(x))
+        return Linear(self.num_classes, name="head")(x)

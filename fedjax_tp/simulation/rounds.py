@@ -1,0 +1,171 @@
+"""Rounds of a federated algorithm, many in one compiled program.
+
+A round: sample clients, broadcast, local training, server update. Its randomness
+depends on (key, round, client id) alone, so a run may stop after any round and go on.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_tp import tree
+from fedjax_tp.algorithms.base import Algorithm, ServerState
+from fedjax_tp.data.federated import FederatedDataset
+from fedjax_tp.simulation.cohort import LocalSchedule, run_cohort
+from fedjax_tp.types import Array, Bool, Float, InputError, Int, PRNGKey, Tree
+
+
+class SimulationState(NamedTuple):
+    """Everything that a run carries from round to round.
+
+    Attributes:
+      server: the algorithm's server state.
+      kept: what the clients keep, stacked over all clients.
+      participations: rounds in which each client's update was used.
+    """
+
+    server: ServerState
+    kept: Tree
+    participations: Int[Array, " clients"]
+
+
+class RoundRecord(NamedTuple):
+    """What is known of one round (or, stacked, of several).
+
+    Attributes:
+      clients: the sampled ids, ascending.
+      is_finite: False for a client that was left out of the average.
+      metrics: weighted means over the clients that counted, by name; 0 if none did.
+    """
+
+    clients: Int[Array, "*rounds cohort"]
+    is_finite: Bool[Array, "*rounds cohort"]
+    metrics: dict[str, Float[Array, "*rounds"]]
+
+
+def cohort_size(num_clients: int, fraction: float) -> int:
+    """floor(clients * fraction), at least 1.
+
+    Raises:
+      InputError: the fraction is not in (0, 1].
+    """
+    if not 0 < fraction <= 1:
+        raise InputError(f"sample fraction is {fraction}; allowed is 0 < fraction <= 1")
+    # The small term keeps 0.29 * 100, which floats make 28.999..., at 29.
+    return max(1, math.floor(num_clients * fraction + 1e-9))
+
+
+def sample_clients(key: PRNGKey, num_clients: int, size: int) -> Int[Array, " size"]:
+    """A uniform subset of `size` of `num_clients` clients, ascending.
+
+    Floyd's algorithm (Bentley and Floyd 1987): `size` draws whatever the population.
+    """
+    tops = jnp.arange(num_clients - size, num_clients)
+    draws = jax.random.randint(key, (size,), 0, tops + 1)
+
+    def choose(i, chosen):
+        is_taken = jnp.any(chosen == draws[i])
+        return chosen.at[i].set(jnp.where(is_taken, tops[i], draws[i]))
+
+    nobody = jnp.full(size, -1, tops.dtype)
+    return jnp.sort(jax.lax.fori_loop(0, size, choose, nobody))
+
+
+def init_state(
+    algorithm: Algorithm, num_clients: int, key: PRNGKey
+) -> SimulationState:
+    """The state before the first round; all clients keep the same."""
+    server = algorithm.init(key)
+    kept = tree.stack_copies(algorithm.init_kept(server), num_clients)
+    return SimulationState(server, kept, jnp.zeros(num_clients, jnp.int32))
+
+
+def run_round(
+    algorithm: Algorithm,
+    data: FederatedDataset,
+    state: SimulationState,
+    round_index: Int[Array, ""],
+    key: PRNGKey,
+    cohort: int,
+    schedule: LocalSchedule,
+) -> tuple[SimulationState, RoundRecord]:
+    """One round.
+
+    Args:
+      algorithm: what is run.
+      data: training split.
+      state: before the round.
+      round_index: 0 for the first round.
+      key: of the run.
+      cohort: clients sampled; static.
+      schedule: local training; static.
+    """
+    sample_key, cohort_key = jax.random.split(jax.random.fold_in(key, round_index))
+    num_clients = data.num_clients
+    ids = sample_clients(sample_key, num_clients, cohort)
+    message = algorithm.broadcast(state.server, ids)
+    kept = tree.take(state.kept, ids)
+    result = run_cohort(algorithm, data, message, kept, ids, cohort_key, schedule)
+    # A client that is left out writes nothing: its id goes past the end.
+    used_ids = jnp.where(result.counts, ids, num_clients)
+    server = jax.lax.cond(
+        result.counts.any(),
+        lambda server: algorithm.server_update(
+            server, used_ids, result.update._replace(kept=None), result.weights
+        ),
+        lambda server: server,
+        state.server,
+    )
+    state = SimulationState(
+        server,
+        tree.put(state.kept, used_ids, result.update.kept),
+        state.participations.at[used_ids].add(1, mode="drop"),
+    )
+    metrics = {
+        name: jnp.sum(jnp.where(result.counts, values, 0.0) * result.weights)
+        for name, values in result.update.metrics.items()
+    }
+    return state, RoundRecord(ids, result.is_finite, metrics)
+
+
+Advance = Callable[
+    [SimulationState, FederatedDataset, PRNGKey, Any, Any],
+    tuple[SimulationState, RoundRecord],
+]
+
+
+def make_advance(
+    algorithm: Algorithm, cohort: int, schedule: LocalSchedule, max_rounds: int
+) -> Advance:
+    """Compiles `advance(state, data, key, first_round, num_rounds)`.
+
+    The result runs `num_rounds <= max_rounds` rounds in one program, compiled once
+    whatever the number; records are stacked over `max_rounds`, the rest zeros. The
+    state passed in is donated.
+    """
+
+    @partial(jax.jit, donate_argnums=0)
+    def advance(state, data, key, first_round, num_rounds):
+        def one_round(state, round_index):
+            return run_round(
+                algorithm, data, state, round_index, key, cohort, schedule
+            )
+
+        record_shape = jax.eval_shape(one_round, state, first_round)[1]
+        records = jax.tree.map(
+            lambda leaf: jnp.zeros((max_rounds, *leaf.shape), leaf.dtype), record_shape
+        )
+
+        def body(i, carried):
+            state, records = carried
+            state, record = one_round(state, first_round + i)
+            records = jax.tree.map(lambda all, one: all.at[i].set(one), records, record)
+            return state, records
+
+        return jax.lax.fori_loop(0, num_rounds, body, (state, records))
+
+    return advance

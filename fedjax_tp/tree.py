@@ -1,0 +1,103 @@
+"""Pytrees of arrays: split and merge by path, rows of stacked trees, sums and sizes.
+
+A split leaves None where a leaf went to the other part, so both parts keep the
+structure of the whole and `merge` needs no bookkeeping.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_tp.types import Array, Bool, Float, Int, Tree
+
+PathPredicate = Callable[[str], bool]
+
+
+def path_name(path: tuple) -> str:
+    """The path of a leaf as text, such as `block_0/attention/qkv`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def split(tree: Tree, predicate: PathPredicate) -> tuple[Tree, Tree]:
+    """Splits `tree` into (leaves whose path satisfies `predicate`, all others)."""
+
+    def keep(wanted: bool) -> Tree:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: leaf if predicate(path_name(path)) is wanted else None,
+            tree,
+        )
+
+    return keep(True), keep(False)
+
+
+def merge(first: Tree, second: Tree) -> Tree:
+    """Undoes `split`: takes each leaf from the part that has it."""
+    return jax.tree.map(
+        lambda a, b: b if a is None else a,
+        first,
+        second,
+        is_leaf=lambda leaf: leaf is None,
+    )
+
+
+def take(stacked: Tree, ids: Int[Array, " rows"]) -> Tree:
+    """Rows `ids` of every leaf; an id past the end gives the last row (padding)."""
+    return jax.tree.map(lambda leaf: leaf.at[ids].get(mode="clip"), stacked)
+
+
+def put(stacked: Tree, ids: Int[Array, " rows"], rows: Tree) -> Tree:
+    """Writes `rows` at `ids` in every leaf; an id past the end is dropped (padding)."""
+    return jax.tree.map(
+        lambda leaf, row: leaf.at[ids].set(row, mode="drop"), stacked, rows
+    )
+
+
+def stack_copies(tree: Tree, copies: int) -> Tree:
+    """The same tree `copies` times along a new leading axis."""
+    return jax.tree.map(
+        lambda leaf: jnp.broadcast_to(leaf, (copies, *leaf.shape)), tree
+    )
+
+
+def where(condition: Bool[Array, ""], if_true: Tree, if_false: Tree) -> Tree:
+    """Chooses one of two trees of equal structure by one traced condition."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), if_true, if_false)
+
+
+def zero_rows_unless(keep: Bool[Array, " rows"], stacked: Tree) -> Tree:
+    """Replaces by zeros, NaN included, the rows of every leaf where `keep` is False."""
+    return jax.tree.map(
+        lambda leaf: jnp.where(
+            keep.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, jnp.zeros_like(leaf)
+        ),
+        stacked,
+    )
+
+
+def weighted_sum(stacked: Tree, weights: Float[Array, " rows"]) -> Tree:
+    """sum_i weights[i] * row i, leaf by leaf."""
+    return jax.tree.map(
+        lambda leaf: jnp.tensordot(weights, leaf, axes=1).astype(leaf.dtype), stacked
+    )
+
+
+def rows_all_finite(stacked: Tree, rows: int) -> Bool[Array, " rows"]:
+    """For each row of a stacked tree: are all its numbers finite?"""
+    finite = jnp.ones(rows, bool)
+    for leaf in jax.tree.leaves(stacked):
+        finite &= jnp.isfinite(leaf).reshape(rows, -1).all(axis=1)
+    return finite
+
+
+def num_elements(tree: Tree) -> int:
+    """How many numbers a tree holds; works on shapes alone (`jax.eval_shape`)."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+def num_bytes(tree: Tree) -> int:
+    """How many bytes a tree holds; works on shapes alone (`jax.eval_shape`)."""
+    return sum(
+        math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
+    )
