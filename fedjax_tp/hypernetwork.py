@@ -37,6 +37,7 @@ class HypernetworkConfig:
     layers: int = 3
     start: Literal["paper", "model"] = "paper"
     spread: float = 0.1
+    feature_norm: float = 0.0
 
 
 class Hypernetwork(NamedTuple):
@@ -67,7 +68,7 @@ def init_hypernetwork(
       InputError: a size below 1, or a spread that is not a finite number >= 0.
     """
     for name in ("embedding_dim", "hidden", "layers"):
-        if getattr(config, name) < 1:
+        if getattr(config, name) < (name != "layers"):
             raise InputError(
                 f"hypernetwork {name} is {getattr(config, name)}; allowed is 1 or more"
             )
@@ -76,10 +77,14 @@ def init_hypernetwork(
     embedding_key, trunk_key, head_key = jax.random.split(key, 3)
     embeddings = jax.random.normal(embedding_key, (num_clients, config.embedding_dim))
     widths = [config.embedding_dim, *[config.hidden] * (config.layers + 1)]
+    init_trunk_layer = _init_linear if config.start == "paper" else _init_he
     trunk = [
-        _init_linear(layer_key, inputs, outputs)
+        init_trunk_layer(layer_key, inputs, outputs)
         for layer_key, inputs, outputs in zip(
-            jax.random.split(trunk_key, len(widths) - 1), widths, widths[1:], strict=False
+            jax.random.split(trunk_key, len(widths) - 1),
+            widths,
+            widths[1:],
+            strict=False,
         )
     ]
     leaves, structure = jax.tree.flatten(template)
@@ -90,7 +95,7 @@ def init_hypernetwork(
         )
     ]
     if config.start == "model":
-        features = _trunk(trunk, embeddings)
+        features = _features(trunk, embeddings, config.feature_norm)
         heads = [
             _centred_head(head, leaf, features, config.spread)
             for head, leaf in zip(heads, leaves, strict=True)
@@ -104,9 +109,17 @@ def _init_linear(key: PRNGKey, inputs: int, outputs: int) -> Params:
     kernel_key, bias_key = jax.random.split(key)
     bound = inputs**-0.5
     return {
-        "kernel": jax.random.uniform(kernel_key, (inputs, outputs), minval=-bound, maxval=bound),
+        "kernel": jax.random.uniform(
+            kernel_key, (inputs, outputs), minval=-bound, maxval=bound
+        ),
         "bias": jax.random.uniform(bias_key, (outputs,), minval=-bound, maxval=bound),
     }
+
+
+def _init_he(key: PRNGKey, inputs: int, outputs: int) -> Params:
+    """Kernel ~ N(0, 2 / inputs), no bias (He et al. 2015)."""
+    kernel = jax.random.normal(key, (inputs, outputs)) * (2 / inputs) ** 0.5
+    return {"kernel": kernel, "bias": jnp.zeros(outputs)}
 
 
 def _centred_head(head: Params, leaf: Array, features: Array, spread: float) -> Params:
@@ -127,8 +140,15 @@ def _trunk(layers: list[Params], z: Array) -> Array:
     return features
 
 
+def _features(layers, z, norm):
+    f = _trunk(layers, z)
+    if norm:
+        f = norm * f / (1e-6 + jnp.linalg.norm(f, axis=-1, keepdims=True))
+    return f
+
+
 def emit(
-    phi: Params, z: Float[Array, "cohort embedding_dim"], template: Tree
+    phi: Params, z: Float[Array, "cohort embedding_dim"], template: Tree, feature_norm
 ) -> Tree:
     """h(phi; z_i) for a cohort: personal parameters stacked on a leading axis.
 
@@ -137,7 +157,7 @@ def emit(
       z: embeddings of the cohort.
       template: shapes of one client's personal parameters (arrays or shape structs).
     """
-    features = _trunk(phi["trunk"], z)
+    features = _features(phi["trunk"], z, feature_norm)
 
     def from_head(leaf, head):
         flat = features @ head["kernel"] + head["bias"]
@@ -147,10 +167,15 @@ def emit(
 
 
 def emit_rows(
-    hypernetwork: Hypernetwork, ids: Int[Array, " cohort"], template: Tree
+    hypernetwork: Hypernetwork, ids: Int[Array, " cohort"], template: Tree, feature_norm
 ) -> Tree:
     """Personal parameters of clients `ids` (padded ids give some client's)."""
-    return emit(hypernetwork.phi, tree.take(hypernetwork.embeddings, ids), template)
+    return emit(
+        hypernetwork.phi,
+        tree.take(hypernetwork.embeddings, ids),
+        template,
+        feature_norm,
+    )
 
 
 class PullBack(NamedTuple):
@@ -166,6 +191,7 @@ def pull_back(
     trained: Tree,
     weights: Float[Array, " cohort"],
     template: Tree,
+    feature_norm,
 ) -> PullBack:
     """The gradient of 1/2 sum_i w_i ||h(phi; z_i) - trained_i||^2, trained_i fixed.
 
@@ -180,7 +206,9 @@ def pull_back(
       template: shapes of one client's personal parameters.
     """
     z = tree.take(hypernetwork.embeddings, ids)
-    emitted, vjp = jax.vjp(lambda phi, z: emit(phi, z, template), hypernetwork.phi, z)
+    emitted, vjp = jax.vjp(
+        lambda phi, z: emit(phi, z, template, feature_norm), hypernetwork.phi, z
+    )
 
     def weighted_difference(before, after):
         return weights.reshape(-1, *[1] * (before.ndim - 1)) * (before - after)

@@ -109,7 +109,9 @@ class ClientOptimizer:
     weight_decay: float = 0.0
 
 
-def sgd(lr: float, momentum: float, weight_decay: float) -> optax.GradientTransformation:
+def sgd(
+    lr: float, momentum: float, weight_decay: float
+) -> optax.GradientTransformation:
     """SGD with L2 added to the gradient before momentum.
 
     Raises:

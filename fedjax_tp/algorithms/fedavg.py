@@ -1,6 +1,10 @@
 """FedAvg: one model, averaged (McMahan et al. 2017, algorithm 1)."""
 
-from fedjax_tp.algorithms.base import Algorithm, ClientOptimizer, partial_personalization
+from fedjax_tp.algorithms.base import (
+    Algorithm,
+    ClientOptimizer,
+    partial_personalization,
+)
 from fedjax_tp.models.task import Task
 
 

@@ -93,7 +93,10 @@ def fedtp(
         )
 
     def broadcast(state: FedTPState, ids: Int[Array, " cohort"]) -> Message:
-        return Message(state.shared, emit_rows(state.hypernetwork, ids, template))
+        return Message(
+            state.shared,
+            emit_rows(state.hypernetwork, ids, template, hypernetwork.feature_norm),
+        )
 
     def client_start(message: Message, kept: Tree, key: PRNGKey) -> LocalCarry:
         params = tree.merge(message.shared, message.personal)
@@ -110,7 +113,9 @@ def fedtp(
         weights: Float[Array, " cohort"],
     ) -> FedTPState:
         hyper = state.hypernetwork
-        grads = pull_back(hyper, ids, update.personal, weights, template)
+        grads = pull_back(
+            hyper, ids, update.personal, weights, template, hypernetwork.feature_norm
+        )
         phi_updates, phi_opt_state = phi_optimizer.update(
             grads.phi, state.phi_opt_state, hyper.phi
         )

@@ -4,7 +4,11 @@ Li et al. 2023 (arXiv 2211.01572), "vanilla personalization"; `Personalized-T` i
 authors' code.
 """
 
-from fedjax_tp.algorithms.base import Algorithm, ClientOptimizer, partial_personalization
+from fedjax_tp.algorithms.base import (
+    Algorithm,
+    ClientOptimizer,
+    partial_personalization,
+)
 from fedjax_tp.models.attention import is_attention_projection
 from fedjax_tp.models.task import Task
 

@@ -1,6 +1,10 @@
 """Local training: every client alone, the floor that personalization must beat."""
 
-from fedjax_tp.algorithms.base import Algorithm, ClientOptimizer, partial_personalization
+from fedjax_tp.algorithms.base import (
+    Algorithm,
+    ClientOptimizer,
+    partial_personalization,
+)
 from fedjax_tp.models.task import Task
 
 

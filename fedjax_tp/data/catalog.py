@@ -157,7 +157,18 @@ def _fashion_mnist(name: str, data_dir: str | None) -> Dataset:
                 _read_idx(folder / "train-labels-idx1-ubyte.gz"),
                 _read_idx(folder / "t10k-images-idx3-ubyte.gz")[..., None],
                 _read_idx(folder / "t10k-labels-idx1-ubyte.gz"),
-                "top trouser pullover dress coat sandal shirt sneaker bag boot".split(),
+                [
+                    "top",
+                    "trouser",
+                    "pullover",
+                    "dress",
+                    "coat",
+                    "sandal",
+                    "shirt",
+                    "sneaker",
+                    "bag",
+                    "boot",
+                ],
             )
     return _tfds(
         name, name, data_dir, hint="or `apt-get install dataset-fashion-mnist`"
@@ -178,7 +189,9 @@ def _tfds_by_own_name(name: str, data_dir: str | None) -> Dataset:
     return _tfds(name, name, data_dir)
 
 
-def _tfds(name: str, builder_name: str, data_dir: str | None, hint: str = "") -> Dataset:
+def _tfds(
+    name: str, builder_name: str, data_dir: str | None, hint: str = ""
+) -> Dataset:
     command = f"python -m experiments.prepare_data --dataset {builder_name}"
     if data_dir is None:
         raise InputError(

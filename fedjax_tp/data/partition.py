@@ -402,5 +402,3 @@ def label_counts(
 ) -> Counts:
     """How many examples of each class each client holds, `[clients, classes]`."""
     return np.stack([np.bincount(labels[p], minlength=num_classes) for p in parts])
-
-

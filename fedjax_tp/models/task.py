@@ -71,7 +71,9 @@ def classification(module: nn.Module, example_shape: tuple[int, ...]) -> Task:
         logits = apply(params, batch.x)
         mask = batch.mask.astype(jnp.float32)
         # A label is right only where its logit is the largest: NaN is never right.
-        correct = (jnp.argmax(logits, axis=-1) == batch.y) & jnp.isfinite(logits).all(-1)
+        correct = (jnp.argmax(logits, axis=-1) == batch.y) & jnp.isfinite(logits).all(
+            -1
+        )
         losses = jnp.where(batch.mask, cross_entropy(logits, batch.y), 0.0)
         return Metrics(jnp.sum(correct * mask), jnp.sum(losses), jnp.sum(mask))
 

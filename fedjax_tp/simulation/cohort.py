@@ -109,9 +109,11 @@ def run_cohort(
         return (mean_sum, weight_sum + weights.sum()), (rest, weights, finite, counts)
 
     mean_shape = jax.eval_shape(
-        lambda: algorithm.client_finish(
-            *_one_client_shapes(algorithm, message, kept, key)
-        ).mean
+        lambda: (
+            algorithm.client_finish(
+                *_one_client_shapes(algorithm, message, kept, key)
+            ).mean
+        )
     )
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), mean_shape)
     (mean_sum, weight_sum), stacked = jax.lax.scan(

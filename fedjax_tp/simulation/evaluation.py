@@ -92,7 +92,8 @@ def summarize(metrics: Metrics) -> Summary:
     by_client = accuracies(metrics)
     by_client = np.sort(by_client[~np.isnan(by_client)])
     correct, loss, examples = (
-        np.asarray(m, np.float64) for m in (metrics.correct, metrics.loss, metrics.examples)
+        np.asarray(m, np.float64)
+        for m in (metrics.correct, metrics.loss, metrics.examples)
     )
     return Summary(
         pooled=float(correct.sum() / examples.sum()),

@@ -75,9 +75,7 @@ def sample_clients(key: PRNGKey, num_clients: int, size: int) -> Int[Array, " si
     return jnp.sort(jax.lax.fori_loop(0, size, choose, nobody))
 
 
-def init_state(
-    algorithm: Algorithm, num_clients: int, key: PRNGKey
-) -> SimulationState:
+def init_state(algorithm: Algorithm, num_clients: int, key: PRNGKey) -> SimulationState:
     """The state before the first round; all clients keep the same."""
     server = algorithm.init(key)
     kept = tree.stack_copies(algorithm.init_kept(server), num_clients)
@@ -151,9 +149,7 @@ def make_advance(
     @partial(jax.jit, donate_argnums=0)
     def advance(state, data, key, first_round, num_rounds):
         def one_round(state, round_index):
-            return run_round(
-                algorithm, data, state, round_index, key, cohort, schedule
-            )
+            return run_round(algorithm, data, state, round_index, key, cohort, schedule)
 
         record_shape = jax.eval_shape(one_round, state, first_round)[1]
         records = jax.tree.map(

@@ -1,0 +1,1 @@
+"""One module for each question a researcher asks: flags in, a run folder out."""

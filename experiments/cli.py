@@ -1,0 +1,139 @@
+"""Flags in, exit codes out: what every experiment's command line has in common."""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from fedjax_tp.io.folder import is_empty, read_json
+from fedjax_tp.types import InputError
+
+# A run may go on for more rounds than first asked for; the rest must not change.
+_MAY_CHANGE_ON_RESUME = {"rounds", "out", "resume"}
+
+
+class Interrupted(Exception):
+    """The run was told to stop, and has saved what it had."""
+
+    def __init__(self, signal_number: int, message: str):
+        super().__init__(message)
+        self.signal_number = signal_number
+
+
+def to_flat(flags: Any) -> dict[str, Any]:
+    """Flag names and values: groups without their name, library settings with it."""
+    flat: dict[str, Any] = {}
+    for field in dataclasses.fields(flags):
+        value = getattr(flags, field.name)
+        if not dataclasses.is_dataclass(value):
+            flat[field.name] = value
+        elif _has_prefix(field):
+            flat |= {f"{field.name}.{k}": v for k, v in to_flat(value).items()}
+        else:
+            flat |= to_flat(value)
+    return flat
+
+
+def with_values(flags: Any, values: Mapping[str, Any]) -> Any:
+    """The same flags with some values replaced, by the names of `to_flat`."""
+    changed = {}
+    for field in dataclasses.fields(flags):
+        value = getattr(flags, field.name)
+        if not dataclasses.is_dataclass(value):
+            changed[field.name] = values.get(field.name, value)
+        elif _has_prefix(field):
+            prefix = f"{field.name}."
+            inner = {
+                name.removeprefix(prefix): v
+                for name, v in values.items()
+                if name.startswith(prefix)
+            }
+            changed[field.name] = with_values(value, inner)
+        else:
+            changed[field.name] = with_values(value, values)
+    return dataclasses.replace(flags, **changed)
+
+
+def _has_prefix(field: dataclasses.Field) -> bool:
+    return bool(field.metadata.get("prefix"))
+
+
+def parse(
+    defaults: Any,
+    presets: Mapping[str, Mapping[str, Any]],
+    argv: Sequence[str] | None,
+    description: str,
+    prog: str,
+) -> Any:
+    """Reads the command line on top of a preset, or of the run to be resumed.
+
+    Raises:
+      InputError: `--resume` without `--out`, or with flags that contradict the run.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--preset", default="default")
+    early.add_argument("--out", default=None)
+    early.add_argument("--resume", action="store_true")
+    known, _ = early.parse_known_args(argv)
+    saved: dict[str, Any] = {}
+    if known.resume:
+        if known.out is None:
+            raise InputError(
+                "--resume needs --out, the folder of the run to go on with"
+            )
+        config = Path(known.out) / "config.json"
+        if config.is_file():
+            saved = _saved_flags(config)
+        elif Path(known.out).is_dir() and not is_empty(Path(known.out)):
+            raise InputError(f"out {known.out} holds no run to resume (no config.json)")
+    defaults = with_values(defaults, saved or presets.get(known.preset, {}))
+    flags = tyro.cli(
+        type(defaults), prog=prog, description=description, args=argv, default=defaults
+    )
+    if saved:
+        _refuse_contradictions(saved, to_flat(flags), known.out)
+    return flags
+
+
+def _saved_flags(config: Path) -> dict[str, Any]:
+    content = read_json(config)
+    if not isinstance(content, dict) or not isinstance(content.get("flags"), dict):
+        raise InputError(f"{config} holds no flags; it is not the config of a run")
+    return content["flags"]
+
+
+def _refuse_contradictions(
+    saved: Mapping[str, Any], given: Mapping[str, Any], out: str
+) -> None:
+    for name, value in given.items():
+        if name in _MAY_CHANGE_ON_RESUME or name not in saved or saved[name] == value:
+            continue
+        flag = "--" + name.replace("_", "-")
+        raise InputError(
+            f"{flag} is {value}, but the run in {out} has {saved[name]}; "
+            "--resume allows no other value"
+        )
+
+
+def run_main(run: Callable[[], None]) -> int:
+    """Runs, and turns what goes wrong into an exit code and a line on stderr.
+
+    2 for bad input, 1 for a disk that refuses, 128 + signal for a run told to stop.
+    """
+    try:
+        run()
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Interrupted as stopped:
+        print(stopped, file=sys.stderr)
+        return 128 + stopped.signal_number
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,88 @@
+"""The groups of flags that experiments share; a field's docstring is its help."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class DataFlags:
+    """Which data, and who holds it."""
+
+    dataset: str = "digits"
+    """digits, fashion_mnist, cifar10, cifar100, npz:PATH, folder:PATH or tfds:NAME."""
+    data_dir: str | None = None
+    """Folder of prepared TFDS sets (see experiments.prepare_data)."""
+    partition: str = "pathological"
+    """iid, pathological, dirichlet, dirichlet2, shards, quantity or file:PATH."""
+    alpha: float = 0.3
+    """Concentration of the Dirichlet partitions; small is more skewed."""
+    classes_per_client: int = 2
+    """Classes (pathological) or shards (shards) a client."""
+    num_clients: int | None = None
+    """Clients; 20 unless a preset or a partition file says otherwise."""
+    min_examples: int = 10
+    """Training examples every client has at least (dirichlet, quantity)."""
+
+
+@dataclass(frozen=True)
+class ModelFlags:
+    """The model that clients train."""
+
+    model: Literal["vit", "cnn"] = "vit"
+    """vit, or cnn (the LeNet of the baselines; no attention, so no FedTP)."""
+    patch_size: int | None = None
+    """Side of a patch; unset: the largest that leaves at least 16 patches."""
+    dim: int = 64
+    """Width of the transformer."""
+    depth: int = 2
+    """Transformer blocks."""
+    heads: int = 4
+    """Attention heads."""
+    head_dim: int = 16
+    """Width of a head; heads times head_dim need not equal dim."""
+    mlp_dim: int = 128
+    """Hidden width of the MLPs."""
+    dropout: float = 0.0
+    """Dropout rate in training."""
+
+
+@dataclass(frozen=True)
+class TrainingFlags:
+    """Rounds, and local training in a round."""
+
+    algorithms: str = "fedtp,fedtp_vanilla,fedavg,local"
+    """Comma-separated, or all."""
+    rounds: int = 150
+    """Communication rounds."""
+    sample_fraction: float = 0.1
+    """Share of the clients sampled each round: floor(clients * fraction), at least 1."""
+    local_epochs: int = 2
+    """Passes of a sampled client over its examples."""
+    batch_size: int = 16
+    """Examples a step."""
+    client_lr: float = 0.05
+    """Step size of the clients' SGD."""
+    client_momentum: float = 0.9
+    """Momentum of the clients' SGD; starts afresh every round."""
+    client_weight_decay: float = 0.0
+    """L2 coefficient of the clients' SGD."""
+    chunk_size: int | None = None
+    """Clients trained at a time; unset: chosen for the device."""
+
+
+@dataclass(frozen=True)
+class RunFlags:
+    """The run itself."""
+
+    seed: int = 0
+    """Of partition, initial values, sampling, batches and dropout."""
+    eval_every: int = 10
+    """Rounds between two evaluations of all clients."""
+    metric_from: int | None = None
+    """Also report mean and deviation over the evaluations from this round on."""
+    checkpoint_every: int | None = None
+    """Rounds between two checkpoints; unset: as eval_every."""
+    out: str | None = None
+    """Run folder; unset: runs/<time>-<dataset>."""
+    resume: bool = False
+    """Go on with the run in --out; its flags are the defaults."""

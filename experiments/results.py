@@ -1,0 +1,268 @@
+"""The plan before a run; table, summary, plots and report after it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from experiments.cli import to_flat
+from experiments.driver import Outcome, evaluation_row
+from experiments.flags import RunFlags, TrainingFlags
+from experiments.setup import Setup, command_line
+from fedjax_tp.algorithms import Algorithm
+from fedjax_tp.data import partition
+from fedjax_tp.io import folder, metrics, plots, report
+from fedjax_tp.simulation import evaluation
+from fedjax_tp.simulation.plan import Plan, make_plan
+
+
+def print_plan(
+    console: Console, setup: Setup, training: TrainingFlags, plans: dict[str, Plan]
+) -> None:
+    """Says what will run, before it runs."""
+    sizes = np.asarray(setup.train.size)
+    steps = setup.schedule.local_epochs * -(-sizes // setup.schedule.batch_size)
+    console.print(
+        f"{setup.dataset.name}: {sizes.sum()} training and "
+        f"{int(setup.test.size.sum())} test images of "
+        f"{'x'.join(map(str, setup.train.x.shape[1:]))}, "
+        f"{setup.dataset.num_classes} classes; {len(sizes)} clients with "
+        f"{sizes.min()} / {sizes.mean():.0f} / {sizes.max()} examples (min/mean/max)",
+        highlight=False,
+    )
+    console.print(
+        f"{training.rounds} rounds, {setup.cohort} clients a round, "
+        f"{steps.min()} to {steps.max()} steps of {setup.schedule.batch_size} each "
+        f"(about {setup.cohort * steps.mean():.0f} steps a round), "
+        f"{setup.schedule.chunk_size} clients at a time, on "
+        f"{jax.devices()[0].device_kind}",
+        highlight=False,
+    )
+    table = Table(title="plan", title_justify="left")
+    for column in ("algorithm", "client", "hypernetwork", "down", "up", "memory"):
+        table.add_column(column, justify="left" if column == "algorithm" else "right")
+    for name, plan in plans.items():
+        table.add_row(
+            name,
+            f"{plan.client_parameters:,}",
+            f"{plan.hypernetwork_parameters:,}",
+            _human(plan.bytes_down),
+            _human(plan.bytes_up),
+            _human(plan.memory_bytes),
+        )
+    console.print(table)
+    for notice in setup.notices:
+        console.print(f"note: {notice}", highlight=False)
+
+
+def _human(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} GB"
+
+
+def plan_all(
+    algorithms: Sequence[Algorithm], setup: Setup, training: TrainingFlags
+) -> dict[str, Plan]:
+    """The plan of each algorithm, by name."""
+    return {
+        algorithm.name: make_plan(
+            algorithm, setup.task, setup.train, setup.cohort, setup.schedule
+        )
+        for algorithm in algorithms
+    }
+
+
+def write_results(
+    out: Path,
+    experiment: str,
+    flags: Any,
+    setup: Setup,
+    outcomes: Sequence[Outcome],
+    run: RunFlags,
+    console: Console,
+) -> None:
+    """Writes summary, client rows, plots and report, and prints the table."""
+    rows = metrics.read_rows(out / "metrics.jsonl")
+    summaries = {
+        outcome.algorithm: _summary_entry(outcome, rows, run) for outcome in outcomes
+    }
+    folder.write_json(
+        out / "summary.json",
+        {
+            "experiment": experiment,
+            "dataset": setup.dataset.name,
+            "seed": run.seed,
+            "labels": list(setup.dataset.class_names),
+            "algorithms": summaries,
+        },
+    )
+    folder.write_csv(out / "clients.csv", client_rows(setup, outcomes))
+    pictures = draw(out, setup, outcomes, rows)
+    header, cells = results_table(outcomes, summaries)
+    table = Table(title="test accuracy, %", title_justify="left")
+    for column in header:
+        table.add_column(column, justify="left" if column == "algorithm" else "right")
+    for row in cells:
+        table.add_row(*row)
+    console.print(table)
+    notices = [*setup.notices, *left_out_notices(rows)]
+    for notice in notices[len(setup.notices) :]:
+        console.print(f"note: {notice}", highlight=False)
+    sizes = np.asarray(setup.train.size)
+    report.write_report(
+        out / "report.html",
+        title=f"{experiment} on {setup.dataset.name}",
+        summary=(
+            f"{len(sizes)} clients, {setup.cohort} a round; {sizes.sum()} training "
+            f"examples, {sizes.min()} to {sizes.max()} a client; seed {run.seed}. "
+            "Pooled is over all test examples, the other figures are over clients."
+        ),
+        tables=[report.Table("Test accuracy, %", header, cells)],
+        pictures=pictures,
+        notices=notices,
+        command=command_line(experiment),
+        settings=to_flat(flags),
+    )
+    console.print(f"report: {out / 'report.html'}", highlight=False, soft_wrap=True)
+
+
+def _summary_entry(
+    outcome: Outcome, rows: Sequence[dict[str, Any]], run: RunFlags
+) -> dict[str, Any]:
+    own = [row for row in rows if row["algorithm"] == outcome.algorithm]
+    entry = evaluation_row(outcome.summary) | {
+        "rounds": own[-1]["round"],
+        "parameters": {
+            "client": outcome.plan.client_parameters,
+            "hypernetwork": outcome.plan.hypernetwork_parameters,
+        },
+        "bytes_down": outcome.plan.bytes_down,
+        "bytes_up": outcome.plan.bytes_up,
+        "seed": run.seed,
+        "left_out": sum(len(row["left_out"]) for row in own),
+    }
+    if run.metric_from is not None:
+        window = [
+            row["accuracy"]["pooled"]
+            for row in own
+            if "accuracy" in row and row["round"] >= run.metric_from
+        ]
+        entry["accuracy"] |= {
+            "window_mean": float(np.mean(window)),
+            "window_std": float(np.std(window)),
+            "window_evaluations": len(window),
+        }
+    return entry
+
+
+def results_table(
+    outcomes: Sequence[Outcome], summaries: dict[str, dict[str, Any]]
+) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the table that is printed and reported."""
+    has_window = any("window_mean" in s["accuracy"] for s in summaries.values())
+    header = ["algorithm", "pooled", "mean", "std", "worst decile", "loss"]
+    header += ["window"] if has_window else []
+    header += ["down", "up", "minutes"]
+    cells = []
+    for outcome in outcomes:
+        accuracy = summaries[outcome.algorithm]["accuracy"]
+        loss = summaries[outcome.algorithm]["loss"]
+        row = [outcome.algorithm]
+        row += [
+            f"{100 * accuracy[k]:.1f}"
+            for k in ("pooled", "mean", "std", "worst_decile")
+        ]
+        row.append("not finite" if loss is None else f"{loss:.3f}")
+        if has_window:
+            row.append(
+                f"{100 * accuracy['window_mean']:.2f} ± {100 * accuracy['window_std']:.2f}"
+            )
+        row += [_human(outcome.plan.bytes_down), _human(outcome.plan.bytes_up)]
+        cells.append([*row, f"{outcome.seconds / 60:.1f}"])
+    return header, cells
+
+
+def left_out_notices(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Says which clients were left out of averages, when, and by which algorithm."""
+    notices = []
+    for name in dict.fromkeys(row["algorithm"] for row in rows):
+        hit = [r for r in rows if r["algorithm"] == name and r["left_out"]]
+        if hit:
+            clients = sorted({client for row in hit for client in row["left_out"]})
+            named = ", ".join(map(str, clients[:20])) + (
+                ", ..." if clients[20:] else ""
+            )
+            notices.append(
+                f"{name}: clients whose loss or update was not finite were left out "
+                f"of the average in {len(hit)} rounds (first in round "
+                f"{hit[0]['round']}): {named}"
+            )
+    return notices
+
+
+def client_rows(setup: Setup, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """Rows of `clients.csv`: one an algorithm and client."""
+    train_sizes, test_sizes = np.asarray(setup.train.size), np.asarray(setup.test.size)
+    rows = []
+    for outcome in outcomes:
+        accuracies = evaluation.accuracies(outcome.by_client)
+        losses = outcome.by_client.loss / np.maximum(test_sizes, 1)
+        for client in range(len(train_sizes)):
+            has_test = test_sizes[client] > 0
+            rows.append(
+                {
+                    "algorithm": outcome.algorithm,
+                    "client": client,
+                    "train_examples": train_sizes[client],
+                    "test_examples": test_sizes[client],
+                    "rounds": outcome.participations[client],
+                    "accuracy": accuracies[client] if has_test else "",
+                    "loss": losses[client] if has_test else "",
+                }
+            )
+    return rows
+
+
+def draw(
+    out: Path,
+    setup: Setup,
+    outcomes: Sequence[Outcome],
+    rows: Sequence[dict[str, Any]],
+) -> dict[str, Path]:
+    """Draws the plots; captions and files, for the report."""
+    curves = {}
+    for outcome in outcomes:
+        evaluated = [
+            row
+            for row in rows
+            if row["algorithm"] == outcome.algorithm and "accuracy" in row
+        ]
+        curves[outcome.algorithm] = (
+            [row["round"] for row in evaluated],
+            [row["accuracy"]["pooled"] for row in evaluated],
+            [row["accuracy"]["worst_decile"] for row in evaluated],
+        )
+    pictures = {
+        "Accuracy over rounds": out / "accuracy.png",
+        "Accuracy of every client": out / "clients.png",
+        "Training examples by client and class": out / "labels.png",
+    }
+    curve_file, clients_file, labels_file = pictures.values()
+    title = f"{setup.dataset.name}: {setup.train.num_clients} clients"
+    plots.accuracy_over_rounds(curve_file, curves, title)
+    plots.client_accuracies(
+        clients_file,
+        {o.algorithm: evaluation.accuracies(o.by_client) for o in outcomes},
+    )
+    counts = partition.label_counts(
+        setup.partition.train, setup.dataset.y_train, setup.dataset.num_classes
+    )
+    plots.label_distribution(labels_file, counts, setup.dataset.class_names)
+    return pictures

@@ -1,0 +1,294 @@
+"""From flags to a federated data set on the device, the task, and the run folder."""
+
+import dataclasses
+import itertools
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import numpy as np
+
+from experiments.cli import to_flat
+from experiments.flags import DataFlags, ModelFlags, RunFlags, TrainingFlags
+from fedjax_tp.data import catalog, partition
+from fedjax_tp.data.federated import FederatedDataset, federate
+from fedjax_tp.io import folder
+from fedjax_tp.models import task as tasks
+from fedjax_tp.models.cnn import LeNet
+from fedjax_tp.models.vit import ViT, check_patch_size
+from fedjax_tp.simulation.cohort import LocalSchedule
+from fedjax_tp.simulation.rounds import cohort_size
+from fedjax_tp.types import InputError
+
+DEFAULT_CLIENTS = 20
+_FEWEST_PATCHES = 16
+
+
+class Setup(NamedTuple):
+    """A data set dealt to clients and on the device, with the task it poses."""
+
+    dataset: catalog.Dataset
+    partition: partition.Partition
+    train: FederatedDataset
+    test: FederatedDataset
+    task: tasks.Task
+    cohort: int
+    schedule: LocalSchedule
+    notices: tuple[str, ...]
+
+
+def check_flags(data: DataFlags, training: TrainingFlags, run: RunFlags) -> None:
+    """Raises InputError for values that no data could make valid."""
+    positive = {
+        "rounds": training.rounds,
+        "local epochs": training.local_epochs,
+        "batch size": training.batch_size,
+        "eval every": run.eval_every,
+        "chunk size": training.chunk_size,
+        "checkpoint every": run.checkpoint_every,
+        "metric from": run.metric_from,
+    }
+    for name, value in positive.items():
+        if value is not None and value < 1:
+            raise InputError(f"{name} is {value}; allowed is 1 or more")
+    if run.metric_from is not None and run.metric_from > training.rounds:
+        raise InputError(
+            f"metric from is {run.metric_from}; allowed is 1 to {training.rounds}, "
+            "the rounds"
+        )
+    if not 0 <= run.seed < 2**32:
+        raise InputError(f"seed is {run.seed}; allowed is 0 to {2**32 - 1}")
+    clients = DEFAULT_CLIENTS if data.num_clients is None else data.num_clients
+    cohort_size(clients, training.sample_fraction)
+    partition.check_settings(_request(data, np.zeros(0, int), 1, clients, None))
+
+
+def _request(
+    data: DataFlags,
+    labels: np.ndarray,
+    num_classes: int,
+    num_clients: int,
+    superclass: np.ndarray | None,
+) -> partition.Request:
+    return partition.Request(
+        labels,
+        num_classes,
+        num_clients,
+        alpha=data.alpha,
+        classes_per_client=data.classes_per_client,
+        min_examples=data.min_examples,
+        superclass=superclass,
+    )
+
+
+def make_setup(
+    data: DataFlags, model: ModelFlags, training: TrainingFlags, run: RunFlags
+) -> Setup:
+    """Loads, deals and places the data, and builds the task.
+
+    Raises:
+      InputError: anything that the data, the partition or the model does not allow.
+    """
+    dataset = catalog.load(data.dataset, data.data_dir)
+    parts = deal_to_clients(data, dataset, run.seed)
+    train = federate(dataset, "train", parts.train)
+    test = federate(dataset, "test", parts.test)
+    image_shape = dataset.x_train.shape[1:]
+    task = tasks.classification(
+        make_model(model, image_shape, dataset.num_classes), image_shape
+    )
+    cohort = cohort_size(parts.num_clients, training.sample_fraction)
+    schedule = LocalSchedule(
+        batch_size=training.batch_size,
+        local_epochs=training.local_epochs,
+        capacity=max(len(part) for part in parts.train),
+        chunk_size=min(cohort, training.chunk_size or 8),
+    )
+    without_test = [i for i, part in enumerate(parts.test) if len(part) == 0]
+    notices = dataset.notices
+    if len(without_test) == parts.num_clients:
+        raise InputError("no client has a test example; nothing could be measured")
+    if without_test:
+        named = ", ".join(map(str, without_test[:10]))
+        more = ", ..." if len(without_test) > 10 else ""
+        notices += (
+            f"{len(without_test)} clients have no test example and are left out of "
+            f"the figures over clients: {named}{more}",
+        )
+    return Setup(dataset, parts, train, test, task, cohort, schedule, notices)
+
+
+def deal_to_clients(
+    data: DataFlags, dataset: catalog.Dataset, seed: int
+) -> partition.Partition:
+    """The partition that the flags ask for."""
+    if data.partition.startswith("file:"):
+        return partition.read_partition(
+            data.partition.removeprefix("file:"),
+            len(dataset.y_train),
+            len(dataset.y_test),
+            data.num_clients,
+        )
+    request = _request(
+        data,
+        dataset.y_train,
+        dataset.num_classes,
+        DEFAULT_CLIENTS if data.num_clients is None else data.num_clients,
+        dataset.superclass,
+    )
+    return partition.make_partition(data.partition, request, dataset.y_test, seed=seed)
+
+
+def make_model(
+    flags: ModelFlags, image_shape: tuple[int, ...], num_classes: int
+) -> nn.Module:
+    """The model that the flags ask for, fitted to the images."""
+    if flags.model == "cnn":
+        return LeNet(num_classes)
+    height, width, _ = image_shape
+    for name in ("dim", "depth", "heads", "head_dim", "mlp_dim"):
+        if getattr(flags, name) < 1:
+            raise InputError(f"{name} is {getattr(flags, name)}; allowed is 1 or more")
+    if not 0 <= flags.dropout < 1:
+        raise InputError(f"dropout is {flags.dropout}; allowed is 0 <= dropout < 1")
+    patch_size = flags.patch_size
+    if patch_size is None:
+        patch_size = _fitting_patch_size(height, width)
+    check_patch_size(patch_size, height, width)
+    return ViT(
+        num_classes=num_classes,
+        patch_size=patch_size,
+        dim=flags.dim,
+        depth=flags.depth,
+        heads=flags.heads,
+        head_dim=flags.head_dim,
+        mlp_dim=flags.mlp_dim,
+        dropout=flags.dropout,
+    )
+
+
+def _fitting_patch_size(height: int, width: int) -> int:
+    """The largest patch that tiles the image in at least 16 patches, else 1."""
+    return max(
+        (
+            p
+            for p in range(1, min(height, width) + 1)
+            if height % p == 0
+            and width % p == 0
+            and (height // p) * (width // p) >= _FEWEST_PATCHES
+        ),
+        default=1,
+    )
+
+
+def absolute_paths(data: DataFlags) -> DataFlags:
+    """The same flags with absolute paths, so that a run resumes from anywhere."""
+
+    def resolve(value: str, kinds: Sequence[str]) -> str:
+        kind, _, argument = value.partition(":")
+        return (
+            f"{kind}:{Path(argument).resolve()}"
+            if kind in kinds and argument
+            else value
+        )
+
+    return dataclasses.replace(
+        data,
+        dataset=resolve(data.dataset, ("npz", "folder")),
+        partition=resolve(data.partition, ("file",)),
+        data_dir=data.data_dir and str(Path(data.data_dir).resolve()),
+    )
+
+
+def open_run(experiment: str, flags: Any, setup: Setup) -> Path:
+    """Makes the run folder with `config.json` and `partition.json`, or reopens it.
+
+    Raises:
+      InputError: the folder cannot be used; see `folder.open_folder`.
+    """
+    run: RunFlags = flags.run
+    if run.out is None:
+        out = _new_folder(setup.dataset.name)
+    else:
+        out = Path(run.out)
+    if not folder.open_folder(out, resume=run.resume):
+        # The config comes first: a run that is killed now can be resumed.
+        write_config(out, experiment, flags)
+    saved = out / "partition.json"
+    sizes = (len(setup.dataset.y_train), len(setup.dataset.y_test))
+    if not saved.exists():
+        folder.write_partition(saved, setup.partition, setup.dataset.name, sizes)
+    elif not _same_partition(partition.read_partition(saved, *sizes), setup.partition):
+        raise InputError(f"the data or its partition is no longer that of {saved}")
+    return out
+
+
+def _same_partition(a: partition.Partition, b: partition.Partition) -> bool:
+    return a.num_clients == b.num_clients and all(
+        np.array_equal(x, y)
+        for x, y in zip(a.train + a.test, b.train + b.test, strict=True)
+    )
+
+
+def _new_folder(dataset: str) -> Path:
+    """A folder under runs/ that is not there yet, named by time and data set."""
+    kind, _, argument = dataset.partition(":")
+    name = Path(argument).stem if argument else kind
+    base = Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
+    numbered = (base.with_name(f"{base.name}-{i}") for i in itertools.count(2))
+    return next(p for p in itertools.chain([base], numbered) if not p.exists())
+
+
+def write_config(out: Path, experiment: str, flags: Any) -> None:
+    """Writes `config.json`: every flag, the command, versions, git hash, device."""
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+    content = {
+        "experiment": experiment,
+        "flags": to_flat(flags),
+        "command": command_line(experiment),
+        "versions": {"python": platform.python_version()}
+        | {package: version(package) for package in packages},
+        "git": _git_hash(),
+        "device": {
+            "platform": jax.default_backend(),
+            "kind": jax.devices()[0].device_kind,
+            "count": jax.device_count(),
+        },
+    }
+    folder.write_json(out / "config.json", content)
+
+
+def command_line(experiment: str) -> str:
+    """The command that started this process, to be typed again."""
+    return shlex.join(["python", "-m", f"experiments.{experiment}", *sys.argv[1:]])
+
+
+def _git_hash() -> str | None:
+    try:
+        found = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError:
+        return None
+    return found.stdout.strip() or None
+
+
+def resume_command(out: Path) -> str:
+    """The command that goes on with a run."""
+    experiment = json.loads((out / "config.json").read_text())["experiment"]
+    return shlex.join(
+        ["python", "-m", f"experiments.{experiment}", "--out", str(out), "--resume"]
+    )

@@ -1,0 +1,143 @@
+"""PNG plots of a run."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+from jaxtyping import Float, Int
+from matplotlib.figure import Figure
+
+# Okabe and Ito's palette: told apart by the colour-blind, and in grey.
+COLORS = ("#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#000000")
+_MOST_CLIENTS_DRAWN = 100
+
+
+def _save(figure: Figure, path: Path) -> None:
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+    plt.close(figure)
+
+
+def _plain(axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.25)
+
+
+def accuracy_over_rounds(
+    path: Path,
+    curves: Mapping[str, tuple[Sequence[int], Sequence[float], Sequence[float]]],
+    title: str,
+) -> None:
+    """Pooled accuracy over rounds, one line an algorithm.
+
+    Args:
+      path: of the PNG.
+      curves: for each algorithm: rounds, pooled accuracy, accuracy of the worst tenth
+        of the clients (drawn dotted).
+      title: above the plot.
+    """
+    figure, axes = plt.subplots(figsize=(8, 4.5))
+    ends = []
+    for color, (name, (rounds, pooled, worst)) in zip(
+        COLORS * len(curves), curves.items(), strict=False
+    ):
+        percent = 100 * np.asarray(pooled)
+        marker = "o" if len(percent) < 30 else None
+        axes.plot(rounds, percent, color=color, lw=2, marker=marker, ms=3)
+        axes.plot(rounds, 100 * np.asarray(worst), color=color, lw=1, ls=":")
+        ends.append((percent[-1], name, color))
+    for place, (value, name, color) in zip(
+        _spread([value for value, *_ in sorted(ends)], gap=4.5),
+        sorted(ends),
+        strict=True,
+    ):
+        axes.annotate(
+            f"{name} {value:.1f}",
+            (1.01, place),
+            xycoords=("axes fraction", "data"),
+            color=color,
+            va="center",
+            annotation_clip=False,
+        )
+    axes.set(xlabel="round", ylabel="accuracy, %", ylim=(0, 102), title=title)
+    axes.text(
+        0.0,
+        -0.2,
+        "solid: all test examples pooled    dotted: worst tenth of the clients",
+        transform=axes.transAxes,
+        fontsize=8,
+        color="0.35",
+    )
+    _plain(axes)
+    _save(figure, path)
+
+
+def _spread(values: Sequence[float], gap: float) -> list[float]:
+    """Ascending places for labels, at least `gap` apart, near their ascending values."""
+    places: list[float] = []
+    for value in values:
+        places.append(max(value, places[-1] + gap) if places else value)
+    overshoot = max(0.0, places[-1] - 100) if places else 0.0
+    for i in reversed(range(len(places))):
+        ceiling = places[i + 1] - gap if i + 1 < len(places) else 100.0
+        places[i] = min(places[i], ceiling) if overshoot else places[i]
+    return places
+
+
+def client_accuracies(
+    path: Path, accuracies: Mapping[str, Float[np.ndarray, " clients"]]
+) -> None:
+    """Accuracy of every client, sorted from worst to best, one panel an algorithm."""
+    figure, panels = plt.subplots(
+        1,
+        len(accuracies),
+        figsize=(2.6 * len(accuracies) + 1, 3.2),
+        sharey=True,
+        squeeze=False,
+    )
+    for color, axes, (name, values) in zip(
+        COLORS * len(accuracies), panels[0], accuracies.items(), strict=False
+    ):
+        shown = 100 * np.sort(values[~np.isnan(values)])
+        axes.bar(np.arange(len(shown)), shown, color=color, width=0.85)
+        axes.axhline(shown.mean(), color="0.2", lw=1)
+        axes.set_title(f"{name}\nmean {shown.mean():.1f}", fontsize=10)
+        axes.set(xlabel="clients, worst to best", xticks=[], ylim=(0, 102))
+        _plain(axes)
+    panels[0, 0].set_ylabel("test accuracy, %")
+    _save(figure, path)
+
+
+def label_distribution(
+    path: Path, counts: Int[np.ndarray, "clients classes"], class_names: Sequence[str]
+) -> None:
+    """Training examples of each class at each client, as stacked bars."""
+    counts = counts[:_MOST_CLIENTS_DRAWN]
+    width = max(6.0, min(14.0, 0.16 * len(counts) + 3))
+    figure, axes = plt.subplots(figsize=(width, 3.6))
+    num_classes = counts.shape[1]
+    colors = plt.get_cmap("tab20" if num_classes > 10 else "tab10")
+    bottom = np.zeros(len(counts))
+    for label in range(num_classes):
+        axes.bar(
+            np.arange(len(counts)),
+            counts[:, label],
+            bottom=bottom,
+            width=0.9,
+            color=colors(label % colors.N),
+            label=class_names[label] if num_classes <= 20 else None,
+        )
+        bottom += counts[:, label]
+    axes.set(
+        xlabel="client", ylabel="training examples", xlim=(-0.7, len(counts) - 0.3)
+    )
+    if num_classes <= 20:
+        axes.legend(
+            title="class", bbox_to_anchor=(1.01, 1), loc="upper left", fontsize=8
+        )
+    _plain(axes)
+    _save(figure, path)
