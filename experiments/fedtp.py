@@ -34,10 +34,18 @@ class Flags:
     training: Annotated[TrainingFlags, _ungrouped] = TrainingFlags()
     run: Annotated[RunFlags, _ungrouped] = RunFlags()
     hypernetwork: HypernetworkConfig = field(
-        default=HypernetworkConfig(), metadata={"prefix": True}
+        default=HypernetworkConfig(
+            embedding_dim=32,
+            hidden=100,
+            layers=1,
+            start="model",
+            spread=1.5,
+            feature_norm=7.0,
+        ),
+        metadata={"prefix": True},
     )
     server: HypernetworkOptimizer = field(
-        default=HypernetworkOptimizer(), metadata={"prefix": True}
+        default=HypernetworkOptimizer(weight_decay=0.0), metadata={"prefix": True}
     )
     preset: Literal["default", "paper", "paper100"] = "default"
     """Values of all flags not given: paper and paper100 are FedTP's protocol with 50
@@ -64,6 +72,12 @@ _PAPER: dict[str, Any] = {
     "eval_every": 5,
     "metric_from": 1300,
     "checkpoint_every": 50,
+    "hypernetwork.embedding_dim": 128,
+    "hypernetwork.hidden": 150,
+    "hypernetwork.layers": 3,
+    "hypernetwork.start": "paper",
+    "hypernetwork.feature_norm": 0.0,
+    "server.weight_decay": 1e-3,
 }
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -55,7 +55,7 @@ class TrainingFlags:
     rounds: int = 150
     """Communication rounds."""
     sample_fraction: float = 0.1
-    """Share of the clients sampled each round: floor(clients * fraction), at least 1."""
+    """Share of the clients sampled each round (rounded down, at least one client)."""
     local_epochs: int = 2
     """Passes of a sampled client over its examples."""
     batch_size: int = 16

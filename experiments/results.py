@@ -67,9 +67,7 @@ def _human(num_bytes: float) -> str:
     return f"{num_bytes:.3g} GB"
 
 
-def plan_all(
-    algorithms: Sequence[Algorithm], setup: Setup, training: TrainingFlags
-) -> dict[str, Plan]:
+def plan_all(algorithms: Sequence[Algorithm], setup: Setup) -> dict[str, Plan]:
     """The plan of each algorithm, by name."""
     return {
         algorithm.name: make_plan(
@@ -181,9 +179,8 @@ def results_table(
         ]
         row.append("not finite" if loss is None else f"{loss:.3f}")
         if has_window:
-            row.append(
-                f"{100 * accuracy['window_mean']:.2f} ± {100 * accuracy['window_std']:.2f}"
-            )
+            mean, std = accuracy["window_mean"], accuracy["window_std"]
+            row.append(f"{100 * mean:.2f} ± {100 * std:.2f}")
         row += [_human(outcome.plan.bytes_down), _human(outcome.plan.bytes_up)]
         cells.append([*row, f"{outcome.seconds / 60:.1f}"])
     return header, cells

@@ -216,10 +216,7 @@ def open_run(experiment: str, flags: Any, setup: Setup) -> Path:
       InputError: the folder cannot be used; see `folder.open_folder`.
     """
     run: RunFlags = flags.run
-    if run.out is None:
-        out = _new_folder(setup.dataset.name)
-    else:
-        out = Path(run.out)
+    out = _new_folder(setup.dataset.name) if run.out is None else Path(run.out)
     if not folder.open_folder(out, resume=run.resume):
         # The config comes first: a run that is killed now can be resumed.
         write_config(out, experiment, flags)

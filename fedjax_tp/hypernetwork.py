@@ -6,9 +6,10 @@ a template, so the same hypernetwork serves any model. Emission and pull-back tr
 whole cohort at once.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,18 +26,22 @@ class HypernetworkConfig:
       embedding_dim: length of a client's embedding.
       hidden: width of the trunk.
       layers: ReLU layers of the trunk after the first linear one.
-      start: what is emitted before training. `paper`: heads as in FedTP's code, so
-        that emitted weights are random and differ between clients. `model`: for every
-        client the model's own initial weights, plus a difference between clients of
-        `spread` times their standard deviation.
+      start: what is emitted before training. `paper`: all layers as in FedTP's code, so
+        that emitted weights are random and nearly the same for all clients. `model`:
+        the model's own initial weights, plus differences between clients of `spread`
+        times their standard deviation, from a trunk that tells clients apart (He
+        initialization, no bias).
       spread: see `start`.
+      feature_norm: the trunk's output is scaled to this norm, so that a step of the
+        heads moves a client's emission by lr * weight * feature_norm^2 of what is
+        missing; 0 leaves it as it is, as the paper does.
     """
 
     embedding_dim: int = 128
     hidden: int = 150
     layers: int = 3
     start: Literal["paper", "model"] = "paper"
-    spread: float = 0.1
+    spread: float = 1.0
     feature_norm: float = 0.0
 
 
@@ -67,24 +72,17 @@ def init_hypernetwork(
     Raises:
       InputError: a size below 1, or a spread that is not a finite number >= 0.
     """
-    for name in ("embedding_dim", "hidden", "layers"):
-        if getattr(config, name) < (name != "layers"):
-            raise InputError(
-                f"hypernetwork {name} is {getattr(config, name)}; allowed is 1 or more"
-            )
-    if not 0 <= config.spread < math.inf:
-        raise InputError(f"hypernetwork spread is {config.spread}; allowed is >= 0")
+    _check(config)
     embedding_key, trunk_key, head_key = jax.random.split(key, 3)
     embeddings = jax.random.normal(embedding_key, (num_clients, config.embedding_dim))
     widths = [config.embedding_dim, *[config.hidden] * (config.layers + 1)]
     init_trunk_layer = _init_linear if config.start == "paper" else _init_he
     trunk = [
         init_trunk_layer(layer_key, inputs, outputs)
-        for layer_key, inputs, outputs in zip(
+        for layer_key, (inputs, outputs) in zip(
             jax.random.split(trunk_key, len(widths) - 1),
-            widths,
-            widths[1:],
-            strict=False,
+            itertools.pairwise(widths),
+            strict=True,
         )
     ]
     leaves, structure = jax.tree.flatten(template)
@@ -95,13 +93,24 @@ def init_hypernetwork(
         )
     ]
     if config.start == "model":
-        features = _features(trunk, embeddings, config.feature_norm)
+        features = _features(trunk, embeddings, config)
         heads = [
             _centred_head(head, leaf, features, config.spread)
             for head, leaf in zip(heads, leaves, strict=True)
         ]
     phi = {"trunk": trunk, "heads": jax.tree.unflatten(structure, heads)}
     return Hypernetwork(phi, embeddings)
+
+
+def _check(config: HypernetworkConfig) -> None:
+    smallest = {"embedding_dim": 1, "hidden": 1, "layers": 0}
+    smallest |= {"spread": 0, "feature_norm": 0}
+    for name, least in smallest.items():
+        value = getattr(config, name)
+        if not least <= value < math.inf:
+            raise InputError(
+                f"hypernetwork {name} is {value}; allowed is {least} or more"
+            )
 
 
 def _init_linear(key: PRNGKey, inputs: int, outputs: int) -> Params:
@@ -122,8 +131,13 @@ def _init_he(key: PRNGKey, inputs: int, outputs: int) -> Params:
     return {"kernel": kernel, "bias": jnp.zeros(outputs)}
 
 
-def _centred_head(head: Params, leaf: Array, features: Array, spread: float) -> Params:
-    """A head whose emission over the clients has mean `leaf`, std spread * std(leaf)."""
+def _centred_head(
+    head: Params,
+    leaf: Array,
+    features: Float[Array, "clients hidden"],
+    spread: float,
+) -> Params:
+    """A head whose emissions average `leaf`, and differ by spread * std(leaf)."""
     mean = features.mean(axis=0)
     # A kernel of independent entries with variance s^2 emits differences of variance
     # s^2 * sum_j Var(feature j).
@@ -133,22 +147,25 @@ def _centred_head(head: Params, leaf: Array, features: Array, spread: float) -> 
     return {"kernel": kernel, "bias": leaf.reshape(-1) - mean @ kernel}
 
 
-def _trunk(layers: list[Params], z: Array) -> Array:
-    features = z @ layers[0]["kernel"] + layers[0]["bias"]
-    for layer in layers[1:]:
+def _features(
+    trunk: list[Params],
+    z: Float[Array, "cohort embedding_dim"],
+    config: HypernetworkConfig,
+) -> Float[Array, "cohort hidden"]:
+    features = z @ trunk[0]["kernel"] + trunk[0]["bias"]
+    for layer in trunk[1:]:
         features = jax.nn.relu(features) @ layer["kernel"] + layer["bias"]
-    return features
-
-
-def _features(layers, z, norm):
-    f = _trunk(layers, z)
-    if norm:
-        f = norm * f / (1e-6 + jnp.linalg.norm(f, axis=-1, keepdims=True))
-    return f
+    if not config.feature_norm:
+        return features
+    norm = jnp.linalg.norm(features, axis=-1, keepdims=True)
+    return config.feature_norm * features / (norm + 1e-6)
 
 
 def emit(
-    phi: Params, z: Float[Array, "cohort embedding_dim"], template: Tree, feature_norm
+    phi: Params,
+    z: Float[Array, "cohort embedding_dim"],
+    template: Tree,
+    config: HypernetworkConfig,
 ) -> Tree:
     """h(phi; z_i) for a cohort: personal parameters stacked on a leading axis.
 
@@ -156,10 +173,11 @@ def emit(
       phi: trunk and heads.
       z: embeddings of the cohort.
       template: shapes of one client's personal parameters (arrays or shape structs).
+      config: as phi was drawn with.
     """
-    features = _features(phi["trunk"], z, feature_norm)
+    features = _features(phi["trunk"], z, config)
 
-    def from_head(leaf, head):
+    def from_head(leaf: Any, head: Params) -> Array:
         flat = features @ head["kernel"] + head["bias"]
         return flat.reshape(len(z), *leaf.shape)
 
@@ -167,14 +185,17 @@ def emit(
 
 
 def emit_rows(
-    hypernetwork: Hypernetwork, ids: Int[Array, " cohort"], template: Tree, feature_norm
+    hypernetwork: Hypernetwork,
+    ids: Int[Array, " cohort"],
+    template: Tree,
+    config: HypernetworkConfig,
 ) -> Tree:
     """Personal parameters of clients `ids` (padded ids give some client's)."""
     return emit(
         hypernetwork.phi,
         tree.take(hypernetwork.embeddings, ids),
         template,
-        feature_norm,
+        config,
     )
 
 
@@ -191,7 +212,7 @@ def pull_back(
     trained: Tree,
     weights: Float[Array, " cohort"],
     template: Tree,
-    feature_norm,
+    config: HypernetworkConfig,
 ) -> PullBack:
     """The gradient of 1/2 sum_i w_i ||h(phi; z_i) - trained_i||^2, trained_i fixed.
 
@@ -204,10 +225,11 @@ def pull_back(
       trained: personal parameters after local training, stacked over the cohort.
       weights: w_i, usually n_i / sum_j n_j.
       template: shapes of one client's personal parameters.
+      config: as phi was drawn with.
     """
     z = tree.take(hypernetwork.embeddings, ids)
     emitted, vjp = jax.vjp(
-        lambda phi, z: emit(phi, z, template, feature_norm), hypernetwork.phi, z
+        lambda phi, z: emit(phi, z, template, config), hypernetwork.phi, z
     )
 
     def weighted_difference(before, after):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float, Int, Key, PyTree, Shaped, UInt
+from jaxtyping import Bool, Float, Int, Integer, Key, PyTree, Shaped, UInt
 
 Tree = PyTree[Any]
 """Any pytree of arrays; absent leaves are None (see `fedjax_tp.tree.split`)."""
@@ -19,7 +19,7 @@ Params = PyTree[Float[Array, "..."]]
 PRNGKey = Key[Array, ""]
 """One typed JAX key (`jax.random.key`), not an array of keys."""
 
-NumpyInts = Int[np.ndarray, " n"]
+NumpyInts = Integer[np.ndarray, " _"]
 """A flat NumPy array of integers: labels or example indices."""
 
 

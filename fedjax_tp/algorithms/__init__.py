@@ -1,4 +1,4 @@
-"""Federated algorithms, one file each, on the contract of `base`; and their registry."""
+"""Federated algorithms, one file each, on the contract of `base`; their registry."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

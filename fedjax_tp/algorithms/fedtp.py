@@ -95,7 +95,7 @@ def fedtp(
     def broadcast(state: FedTPState, ids: Int[Array, " cohort"]) -> Message:
         return Message(
             state.shared,
-            emit_rows(state.hypernetwork, ids, template, hypernetwork.feature_norm),
+            emit_rows(state.hypernetwork, ids, template, hypernetwork),
         )
 
     def client_start(message: Message, kept: Tree, key: PRNGKey) -> LocalCarry:
@@ -113,9 +113,7 @@ def fedtp(
         weights: Float[Array, " cohort"],
     ) -> FedTPState:
         hyper = state.hypernetwork
-        grads = pull_back(
-            hyper, ids, update.personal, weights, template, hypernetwork.feature_norm
-        )
+        grads = pull_back(hyper, ids, update.personal, weights, template, hypernetwork)
         phi_updates, phi_opt_state = phi_optimizer.update(
             grads.phi, state.phi_opt_state, hyper.phi
         )

@@ -5,15 +5,14 @@ message says how to get it.
 """
 
 import gzip
-import json
 import struct
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int, Num, Shaped
@@ -30,7 +29,7 @@ _NORMALIZATION = {
     "fashion_mnist": ((0.2860,), (0.3530,)),
 }
 
-Images = Num[np.ndarray, "examples height width channels"]
+Images = Num[np.ndarray, "_ height width channels"]
 
 
 class Dataset(NamedTuple):
@@ -94,7 +93,8 @@ def stratified_split(
     is_test = np.zeros(len(labels), bool)
     for label in np.unique(labels):
         examples = rng.permutation(np.flatnonzero(labels == label))
-        is_test[examples[: int(len(examples) * test_fraction)]] = True
+        wanted = max(1, int(len(examples) * test_fraction))
+        is_test[examples[: min(wanted, len(examples) - 1)]] = True
     return np.flatnonzero(~is_test), np.flatnonzero(is_test)
 
 
@@ -111,7 +111,15 @@ def _channel_statistics(
     return mean.astype(np.float32), np.where(std > 0, std, 1.0).astype(np.float32)
 
 
-def _dataset(name, x_train, y_train, x_test, y_test, class_names, **rest) -> Dataset:
+def _dataset(
+    name: str,
+    x_train: Images,
+    y_train: NumpyInts,
+    x_test: Images,
+    y_test: NumpyInts,
+    class_names: Iterable[str],
+    **rest: Any,
+) -> Dataset:
     for split, labels in (("training", y_train), ("test", y_test)):
         if len(labels) == 0:
             raise InputError(f"dataset {name} has no {split} examples")
@@ -133,7 +141,9 @@ def _dataset(name, x_train, y_train, x_test, y_test, class_names, **rest) -> Dat
     )
 
 
-def _split_dataset(name, x, y, class_names, **rest) -> Dataset:
+def _split_dataset(
+    name: str, x: Images, y: NumpyInts, class_names: Iterable[str], **rest: Any
+) -> Dataset:
     """One array of examples: a fifth of each class becomes the test split."""
     train, test = stratified_split(y, test_fraction=0.2, seed=0)
     return _dataset(name, x[train], y[train], x[test], y[test], class_names, **rest)
@@ -231,8 +241,6 @@ def _tfds(
     if "coarse_label" in features:
         superclass = np.zeros(features["label"].num_classes, np.int32)
         superclass[read["train"]["label"]] = read["train"]["coarse_label"]
-    elif (path := Path(builder.data_path) / "superclass.json").is_file():
-        superclass = np.array(json.loads(path.read_text()), np.int32)
     return _dataset(
         name,
         read["train"]["image"],
@@ -244,7 +252,7 @@ def _tfds(
     )
 
 
-def _columns(source) -> dict[str, np.ndarray]:
+def _columns(source: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
     wanted = ("image", "label", "coarse_label")
     rows = [source[i] for i in range(len(source))]
     return {
@@ -289,7 +297,10 @@ def _npz(name: str, path: str, data_dir: str | None) -> Dataset:
                 f"{path}: superclass has {len(superclass)} entries; the labels have "
                 f"{len(values)} classes"
             )
-    rest = {"class_names": map(str, values), "superclass": superclass}
+    rest: dict[str, Any] = {
+        "class_names": map(str, values),
+        "superclass": superclass,
+    }
     if len(splits) == 1:
         return _split_dataset(name, images[0], classes[0], **rest)
     return _dataset(name, images[0], classes[0], images[1], classes[1], **rest)
@@ -371,7 +382,7 @@ def _folder(name: str, path: str, data_dir: str | None) -> Dataset:
         )
     images, more = _read_images([file for split in listed for file, _ in split])
     labels = [np.array([k for _, k in split]) for split in listed]
-    rest = {"class_names": class_names, "notices": notices + more}
+    rest: dict[str, Any] = {"class_names": class_names, "notices": notices + more}
     if not has_splits:
         return _split_dataset(name, images, labels[0], **rest)
     train, test = np.split(images, [len(labels[0])])
@@ -407,7 +418,10 @@ def _read_images(files: list[Path]) -> tuple[Images, tuple[str, ...]]:
         try:
             with Image.open(file) as image:
                 grey = image.mode in ("1", "L", "LA")
-                return np.asarray(image.convert("L" if grey else "RGB"))
+                # By way of RGBA, so that a palette with transparency is read right.
+                if grey:
+                    return np.asarray(image.convert("L"))
+                return np.asarray(image.convert("RGBA"))[..., :3]
         except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
             raise InputError(f"cannot read image {file}: {error}") from None
 
@@ -420,7 +434,7 @@ def _read_images(files: list[Path]) -> tuple[Images, tuple[str, ...]]:
     sizes = Counter(array.shape[:2] for array in arrays)
     height, width = max(sizes, key=lambda size: (sizes[size], size))
     others = len(arrays) - sizes[height, width]
-    notices = ()
+    notices: tuple[str, ...] = ()
     if others:
         notices = (f"{others} images resized to {height}x{width}, the commonest size",)
     return np.stack([_resize(array, height, width) for array in arrays]), notices
@@ -431,7 +445,8 @@ def _resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
         return image
     from PIL import Image
 
-    resized = Image.fromarray(image.squeeze()).resize((width, height), Image.BILINEAR)
+    resized = Image.fromarray(image.squeeze())
+    resized = resized.resize((width, height), Image.Resampling.BILINEAR)
     return np.asarray(resized).reshape(height, width, -1)
 
 

@@ -1,1 +1,1 @@
-"""All side effects of the library: files, plots, progress. Used by experiments alone."""
+"""All side effects of the library: files, plots, progress; for experiments alone."""

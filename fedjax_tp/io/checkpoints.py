@@ -108,11 +108,10 @@ def restore(
 
 
 def _restore_round(folder: Path, shapes: Tree, round_index: int) -> Tree:
-    wanted = _by_path(shapes)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     wanted = {
         path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
-        for path, leaf in wanted.items()
+        for path, leaf in _by_path(shapes).items()
     }
     with _manager(folder, keep=3) as manager:
         found = manager.restore(

@@ -10,6 +10,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from jaxtyping import Float, Int
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 # Okabe and Ito's palette: told apart by the colour-blind, and in grey.
@@ -22,7 +23,7 @@ def _save(figure: Figure, path: Path) -> None:
     plt.close(figure)
 
 
-def _plain(axes) -> None:
+def _plain(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
 
@@ -77,7 +78,7 @@ def accuracy_over_rounds(
 
 
 def _spread(values: Sequence[float], gap: float) -> list[float]:
-    """Ascending places for labels, at least `gap` apart, near their ascending values."""
+    """Ascending places for labels near their values, at least `gap` apart."""
     places: list[float] = []
     for value in values:
         places.append(max(value, places[-1] + gap) if places else value)

@@ -76,6 +76,8 @@ class SelfAttention(nn.Module):
         qkv = self.param("qkv", _uniform_qkv, (dim, 3, self.heads, self.head_dim))
         q, k, v = jnp.einsum("bnd,dthe->tbhne", x, qkv)
         out = attention(q, k, v)
-        inner = jnp.moveaxis(out, 1, 2).reshape(*x.shape[:-1], -1)
+        inner = jnp.moveaxis(out, 1, 2).reshape(
+            *x.shape[:-1], self.heads * self.head_dim
+        )
         out = Linear(dim, name="out")(inner)
         return nn.Dropout(self.dropout)(out, deterministic=deterministic)

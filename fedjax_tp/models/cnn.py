@@ -34,11 +34,15 @@ class Convolution(nn.Module):
     features: int
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(
+        self, x: Float[Array, "batch height width channels"]
+    ) -> Float[Array, "batch rows columns features"]:
         return Linear(self.features)(windows(x, _KERNEL))
 
 
-def _max_pool(x: Float[Array, "batch height width channels"]):
+def _max_pool(
+    x: Float[Array, "batch height width channels"],
+) -> Float[Array, "batch rows columns channels"]:
     """Maximum over 2x2 windows; an odd last row or column is dropped."""
     batch, height, width, channels = x.shape
     rows, columns = height // 2, width // 2

@@ -1,7 +1,7 @@
-"""A model with its loss and metrics, as pure functions: all that algorithms know of it."""
+"""A model with its loss and metrics, as pure functions: all that algorithms see."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -58,23 +58,36 @@ def classification(module: nn.Module, example_shape: tuple[int, ...]) -> Task:
     def init(key: PRNGKey) -> Params:
         return module.init(key, jnp.zeros((1, *example_shape)))["params"]
 
-    def apply(params: Params, x: Array) -> Array:
-        return module.apply({"params": params}, x)
+    def apply(params: Params, x: Array, key: PRNGKey | None) -> Array:
+        rngs = {} if key is None else {"dropout": key}
+        logits = module.apply({"params": params}, x, deterministic=not rngs, rngs=rngs)
+        return cast(Array, logits)
+
+    return from_apply(init, apply)
+
+
+def from_apply(
+    init: Callable[[PRNGKey], Params],
+    apply: Callable[[Params, Array, PRNGKey | None], Array],
+) -> Task:
+    """The task of classifying examples with any pure function.
+
+    Args:
+      init: `(key) -> params`.
+      apply: `(params, x, key) -> logits`; the key draws dropout, None turns it off.
+    """
 
     def loss(params: Params, batch: Batch, key: PRNGKey) -> Array:
-        logits = module.apply(
-            {"params": params}, batch.x, deterministic=False, rngs={"dropout": key}
-        )
+        logits = apply(params, batch.x, key)
         return masked_mean(cross_entropy(logits, batch.y), batch.mask)
 
     def metrics(params: Params, batch: Batch) -> Metrics:
-        logits = apply(params, batch.x)
+        logits = apply(params, batch.x, None)
         mask = batch.mask.astype(jnp.float32)
-        # A label is right only where its logit is the largest: NaN is never right.
-        correct = (jnp.argmax(logits, axis=-1) == batch.y) & jnp.isfinite(logits).all(
-            -1
-        )
+        # NaN is never right, whatever argmax makes of it.
+        is_finite = jnp.isfinite(logits).all(axis=-1)
+        correct = (jnp.argmax(logits, axis=-1) == batch.y) & is_finite
         losses = jnp.where(batch.mask, cross_entropy(logits, batch.y), 0.0)
         return Metrics(jnp.sum(correct * mask), jnp.sum(losses), jnp.sum(mask))
 
-    return Task(init, apply, loss, metrics)
+    return Task(init, lambda params, x: apply(params, x, None), loss, metrics)

@@ -23,7 +23,8 @@ def patches(
     check_patch_size(patch_size, height, width)
     rows, columns = height // patch_size, width // patch_size
     grid = images.reshape(batch, rows, patch_size, columns, patch_size, channels)
-    return grid.transpose(0, 1, 3, 2, 4, 5).reshape(batch, rows * columns, -1)
+    values = patch_size * patch_size * channels
+    return grid.transpose(0, 1, 3, 2, 4, 5).reshape(batch, rows * columns, values)
 
 
 def check_patch_size(patch_size: int, height: int, width: int) -> None:
@@ -47,7 +48,9 @@ class Mlp(nn.Module):
     dropout: float
 
     @nn.compact
-    def __call__(self, x, *, deterministic: bool):
+    def __call__(
+        self, x: Float[Array, "batch tokens dim"], *, deterministic: bool
+    ) -> Float[Array, "batch tokens dim"]:
         dim = x.shape[-1]
         x = jax.nn.gelu(Linear(self.hidden, name="up")(x), approximate=False)
         x = nn.Dropout(self.dropout)(x, deterministic=deterministic)
@@ -64,7 +67,9 @@ class Block(nn.Module):
     dropout: float
 
     @nn.compact
-    def __call__(self, x, *, deterministic: bool):
+    def __call__(
+        self, x: Float[Array, "batch tokens dim"], *, deterministic: bool
+    ) -> Float[Array, "batch tokens dim"]:
         normed = nn.LayerNorm(LAYER_NORM_EPSILON, name="attention_norm")(x)
         attend = SelfAttention(
             self.heads, self.head_dim, self.dropout, name="attention"

@@ -12,7 +12,7 @@ from fedjax_tp.algorithms.base import Algorithm, Message
 from fedjax_tp.data.federated import FederatedDataset, client_sizes, gather
 from fedjax_tp.models.task import Metrics, Task
 from fedjax_tp.simulation.rounds import SimulationState
-from fedjax_tp.types import Array, Float, Int
+from fedjax_tp.types import Array, Float, Int, Tree
 
 Evaluate = Callable[[SimulationState, FederatedDataset], Metrics]
 
@@ -62,14 +62,16 @@ def make_evaluate(
         kept = tree.take(state.kept, ids)
         sizes = client_sizes(data, ids)
 
-        def one_client(step, id, size, personal, kept) -> Metrics:
+        def one_client(
+            step: Array, id: Array, size: Array, personal: Tree, kept: Tree
+        ) -> Metrics:
             places = step * batch_size + jnp.arange(batch_size)
             batch = gather(data, id, places, places < size)
             # The shared part is closed over, not mapped: one copy for all clients.
             own = Message(message.shared, personal)
             return task.metrics(algorithm.client_params(own, kept), batch)
 
-        def add_step(step, total: Metrics) -> Metrics:
+        def add_step(step: Array, total: Metrics) -> Metrics:
             over_clients = jax.vmap(one_client, in_axes=(None, 0, 0, 0, 0))
             found = over_clients(step, ids, sizes, message.personal, kept)
             return jax.tree.map(jnp.add, total, found)

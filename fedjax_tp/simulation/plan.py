@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_tp import tree
-from fedjax_tp.algorithms.base import Algorithm, Message
+from fedjax_tp.algorithms.base import Algorithm, Carry, Message
 from fedjax_tp.data.federated import FederatedDataset
 from fedjax_tp.models.task import Task
 from fedjax_tp.simulation.cohort import LocalSchedule
 from fedjax_tp.simulation.rounds import init_state
-from fedjax_tp.types import Batch
+from fedjax_tp.types import Batch, Tree
 
 
 class Plan(NamedTuple):
@@ -56,7 +56,7 @@ def make_plan(
     residuals = jax.eval_shape(
         lambda p, b, k: jax.vjp(lambda q: task.loss(q, b, k), p)[1],
         params,
-        _batch_shape(data, schedule.batch_size),
+        jax.eval_shape(lambda: _empty_batch(data, schedule.batch_size)),
         key,
     )
     down = tree.num_bytes(message)
@@ -81,13 +81,13 @@ def make_plan(
     )
 
 
-def _first_row(stacked):
+def _first_row(stacked: Tree) -> Tree:
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stacked
     )
 
 
-def _array_bytes(carry) -> int:
+def _array_bytes(carry: Carry) -> int:
     arrays = [
         leaf
         for leaf in jax.tree.leaves(carry)
@@ -96,9 +96,9 @@ def _array_bytes(carry) -> int:
     return tree.num_bytes(arrays)
 
 
-def _batch_shape(data: FederatedDataset, batch_size: int) -> Batch:
+def _empty_batch(data: FederatedDataset, batch_size: int) -> Batch:
     return Batch(
-        jax.ShapeDtypeStruct((batch_size, *data.x.shape[1:]), jnp.float32),
-        jax.ShapeDtypeStruct((batch_size,), data.y.dtype),
-        jax.ShapeDtypeStruct((batch_size,), jnp.bool_),
+        jnp.zeros((batch_size, *data.x.shape[1:])),
+        jnp.zeros(batch_size, data.y.dtype),
+        jnp.zeros(batch_size, bool),
     )

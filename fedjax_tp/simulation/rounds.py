@@ -5,7 +5,6 @@ depends on (key, round, client id) alone, so a run may stop after any round and 
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -130,16 +129,10 @@ def run_round(
     return state, RoundRecord(ids, result.is_finite, metrics)
 
 
-Advance = Callable[
-    [SimulationState, FederatedDataset, PRNGKey, Any, Any],
-    tuple[SimulationState, RoundRecord],
-]
-
-
 def make_advance(
     algorithm: Algorithm, cohort: int, schedule: LocalSchedule, max_rounds: int
-) -> Advance:
-    """Compiles `advance(state, data, key, first_round, num_rounds)`.
+) -> Any:
+    """A jitted `advance(state, data, key, first_round, num_rounds)`.
 
     The result runs `num_rounds <= max_rounds` rounds in one program, compiled once
     whatever the number; records are stacked over `max_rounds`, the rest zeros. The

@@ -1,0 +1,96 @@
+"""What several tests need: P1003 (a set of awkward size) and a small federated task."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_tp.data import federated
+from fedjax_tp.data.catalog import Dataset
+from fedjax_tp.models import task as tasks
+from fedjax_tp.models.vit import ViT
+
+CLASS_SIZES_1003 = [101] * 3 + [100] * 7
+
+
+def make_blobs(
+    rng: np.random.Generator, class_sizes: list[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """8x8x1 uint8 noise with a bright patch whose place depends on the class."""
+    labels = rng.permutation(np.repeat(np.arange(len(class_sizes)), class_sizes))
+    images = rng.integers(0, 80, (len(labels), 8, 8, 1), dtype=np.uint8)
+    for image, label in zip(images, labels, strict=True):
+        row, column = 2 * (label % 4), 2 * (label // 4)
+        image[row : row + 2, column : column + 2] = 220
+    return images, labels.astype(np.int64)
+
+
+@pytest.fixture(scope="session")
+def p1003() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(1003)
+    x_train, y_train = make_blobs(rng, CLASS_SIZES_1003)
+    x_test, y_test = make_blobs(rng, [20] * 10)
+    return {"x_train": x_train, "y_train": y_train, "x_test": x_test, "y_test": y_test}
+
+
+@pytest.fixture(scope="session")
+def p1003_file(p1003, tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("data") / "p1003.npz"
+    np.savez(path, **p1003)
+    return str(path)
+
+
+def _linear_init(key):
+    qkv = 0.1 * jax.random.normal(key, (64, 3))
+    return {"attention": {"qkv": qkv}, "head": {"bias": jnp.zeros(3)}}
+
+
+def _linear_apply(params, x):
+    flat = x.reshape(len(x), 64)
+    return flat @ params["attention"]["qkv"] + params["head"]["bias"]
+
+
+@pytest.fixture(scope="session")
+def small_task() -> tasks.Task:
+    """Softmax regression on noisy pixels: compiles at once, and uses its keys.
+
+    Its kernel has the name of an attention projection, so that every algorithm has
+    something personal and something shared.
+    """
+    plain = tasks.from_apply(_linear_init, lambda p, x, key: _linear_apply(p, x))
+
+    def loss(params, batch, key):
+        noise = 0.1 * jax.random.normal(key, batch.x.shape)
+        return plain.loss(params, batch._replace(x=batch.x + noise), key)
+
+    return plain._replace(loss=loss)
+
+
+@pytest.fixture(scope="session")
+def vit_task() -> tasks.Task:
+    module = ViT(
+        3, patch_size=4, dim=8, depth=1, heads=2, head_dim=4, mlp_dim=8, dropout=0.2
+    )
+    return tasks.classification(module, (8, 8, 1))
+
+
+def federate_sizes(sizes: list[int], seed: int = 0) -> federated.FederatedDataset:
+    """Three classes of blobs, dealt in order to clients of the given sizes."""
+    total = max(sum(sizes), 3)
+    class_sizes = [total // 3, total // 3, total - 2 * (total // 3)]
+    images, labels = make_blobs(np.random.default_rng(seed), class_sizes)
+    bounds = np.cumsum([0, *sizes])
+    parts = tuple(np.arange(a, b) for a, b in itertools.pairwise(bounds))
+    dataset = Dataset(
+        "blobs",
+        images,
+        labels.astype(np.int32),
+        images,
+        labels.astype(np.int32),
+        ("a", "b", "c"),
+        np.array([60.0], np.float32),
+        np.array([70.0], np.float32),
+    )
+    return federated.federate(dataset, "train", parts)

@@ -1,0 +1,33 @@
+"""LeNet against the paper's counts and XLA's own convolution."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_tp import tree
+from fedjax_tp.models import task as tasks
+from fedjax_tp.models.cnn import LeNet, windows
+
+
+@pytest.mark.parametrize(("classes", "expected"), [(10, 121_182), (100, 128_832)])
+def test_parameter_counts_are_the_papers(classes, expected):
+    task = tasks.classification(LeNet(classes), (32, 32, 3))
+    assert tree.num_elements(jax.eval_shape(task.init, jax.random.key(0))) == expected
+
+
+def test_windows_times_a_kernel_are_a_convolution():
+    images = jax.random.normal(jax.random.key(0), (2, 9, 7, 3))
+    kernel = jax.random.normal(jax.random.key(1), (5, 5, 3, 4))
+    expected = jax.lax.conv_general_dilated(
+        images, kernel, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    ours = windows(images, 5) @ kernel.reshape(-1, 4)
+    np.testing.assert_allclose(ours, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", [(8, 8, 1), (28, 28, 1), (32, 32, 3)])
+def test_it_fits_the_images_at_hand(shape):
+    task = tasks.classification(LeNet(10), shape)
+    params = task.init(jax.random.key(0))
+    assert task.apply(params, jnp.zeros((2, *shape))).shape == (2, 10)

@@ -1,0 +1,177 @@
+"""The hypernetwork: sizes and first values of the paper, and its pull-back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from fedjax_tp import tree
+from fedjax_tp.hypernetwork import (
+    HypernetworkConfig,
+    emit_rows,
+    init_hypernetwork,
+    pull_back,
+)
+from fedjax_tp.models import task as tasks
+from fedjax_tp.models.attention import is_attention_projection
+from fedjax_tp.models.vit import ViT
+from fedjax_tp.types import InputError
+
+KEY = jax.random.key(0)
+TEMPLATE = {"a": jnp.ones((2, 3)), "b": {"c": 2 * jnp.ones(4), "absent": None}}
+pytestmark = pytest.mark.smoke
+
+
+def test_size_is_the_papers_at_50_clients():
+    task = tasks.classification(ViT(10), (32, 32, 3))
+    template, _ = tree.split(jax.eval_shape(task.init, KEY), is_attention_projection)
+    size = tree.num_elements(
+        jax.eval_shape(
+            lambda key: init_hypernetwork(
+                key,
+                jax.tree.map(lambda s: jnp.zeros(s.shape), template),
+                50,
+                HypernetworkConfig(),
+            ),
+            KEY,
+        )
+    )
+    assert size == 178_220_548
+
+
+def emitted_spread(config, template, num_clients=50):
+    hyper = init_hypernetwork(KEY, template, num_clients, config)
+    leaf = emit_rows(hyper, jnp.arange(num_clients), template, config)["w"]
+    return float(leaf.std()), float(leaf.std(axis=0).mean()), leaf.mean(axis=0)
+
+
+def test_the_paper_start_emits_what_the_papers_code_emits():
+    whole, between, _ = emitted_spread(HypernetworkConfig(), {"w": jnp.zeros(40_000)})
+    # Measured in the authors' code: 0.059 in all, 0.015 between clients.
+    assert abs(whole - 0.059) < 0.002
+    assert abs(between - 0.015) < 0.002
+
+
+def test_the_model_start_emits_the_models_own_values_plus_the_asked_spread():
+    own = 0.05 * jax.random.normal(KEY, (40_000,))
+    config = HypernetworkConfig(start="model", spread=0.3)
+    _, between, mean = emitted_spread(config, {"w": own})
+    np.testing.assert_allclose(mean, own, atol=1e-5)
+    assert abs(between - 0.3 * 0.05) < 0.001
+
+
+def objective(hyper, ids, targets, weights, config):
+    """1/2 sum_i w_i ||h(z_i) - target_i||^2, client by client."""
+    total = 0.0
+    for i, client in enumerate(ids):
+        emitted = emit_rows(hyper, jnp.array([client]), TEMPLATE, config)
+        for found, target in zip(
+            jax.tree.leaves(emitted), jax.tree.leaves(targets), strict=True
+        ):
+            total += 0.5 * weights[i] * jnp.sum((found[0] - target[i]) ** 2)
+    return total
+
+
+@pytest.fixture(params=["paper", "model"])
+def problem(request):
+    config = HypernetworkConfig(3, 5, 2, start=request.param, spread=0.5)
+    hyper = init_hypernetwork(KEY, TEMPLATE, 4, config)
+    ids = [2, 0]
+    rng = np.random.default_rng(0)
+    targets = jax.tree.map(
+        lambda leaf: jnp.asarray(rng.normal(size=(2, *leaf.shape)), jnp.float32),
+        TEMPLATE,
+    )
+    return config, hyper, ids, targets, jnp.array([0.3, 0.7])
+
+
+def test_the_pull_back_is_the_gradient_of_the_squared_distance(problem):
+    config, hyper, ids, targets, weights = problem
+    grads = pull_back(hyper, jnp.array(ids), targets, weights, TEMPLATE, config)
+    expected = jax.grad(objective)(hyper, ids, targets, weights, config)
+    for a, b in zip(
+        jax.tree.leaves(grads.phi), jax.tree.leaves(expected.phi), strict=True
+    ):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    np.testing.assert_allclose(grads.z, expected.embeddings[jnp.array(ids)], atol=1e-5)
+
+
+def test_the_pull_back_agrees_with_finite_differences(problem):
+    config, hyper, ids, targets, weights = problem
+    with jax.enable_x64(True):
+        hyper, targets, weights = jax.tree.map(
+            lambda leaf: jnp.asarray(np.asarray(leaf), jnp.float64),
+            (hyper, targets, weights),
+        )
+        grads = pull_back(hyper, jnp.array(ids), targets, weights, TEMPLATE, config)
+        rng = np.random.default_rng(1)
+        direction = jax.tree.map(
+            lambda leaf: jnp.asarray(rng.normal(size=leaf.shape)), hyper
+        )
+
+        def along(step):
+            moved = jax.tree.map(lambda p, d: p + step * d, hyper, direction)
+            return objective(moved, ids, targets, weights, config)
+
+        slope = (along(1e-6) - along(-1e-6)) / 2e-6
+        table = jnp.zeros_like(hyper.embeddings).at[jnp.array(ids)].set(grads.z)
+        products = jax.tree.map(
+            lambda g, d: jnp.sum(g * d), (grads.phi, table), tuple(direction)
+        )
+        np.testing.assert_allclose(sum(jax.tree.leaves(products)), slope, rtol=1e-6)
+
+
+def test_gradients_summed_client_by_client_are_the_same(problem):
+    config, hyper, ids, targets, weights = problem
+    whole = pull_back(hyper, jnp.array(ids), targets, weights, TEMPLATE, config)
+    summed = jax.tree.map(jnp.zeros_like, whole.phi)
+    for i, client in enumerate(ids):
+        target = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], targets)
+        one = pull_back(
+            hyper, jnp.array([client]), target, weights[i : i + 1], TEMPLATE, config
+        )
+        summed = jax.tree.map(jnp.add, summed, one.phi)
+        np.testing.assert_allclose(one.z[0], whole.z[i], atol=1e-5)
+    for a, b in zip(jax.tree.leaves(whole.phi), jax.tree.leaves(summed), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_a_client_with_weight_zero_changes_nothing(problem):
+    config, hyper, ids, targets, _ = problem
+    alone = pull_back(
+        hyper, jnp.array(ids), targets, jnp.array([1.0, 0.0]), TEMPLATE, config
+    )
+    assert np.all(alone.z[1] == 0)
+    assert optax.global_norm(alone.phi) > 0
+
+
+def test_fitting_one_client_moves_its_emission_to_the_target(problem):
+    config, hyper, _, targets, _ = problem
+    one = jnp.array([2])
+    target = jax.tree.map(lambda leaf: leaf[:1], targets)
+    before = objective(hyper, [2], target, jnp.ones(1), config)
+    optimizer = optax.adam(0.01)
+    state = optimizer.init(hyper.phi)
+
+    def step(hyper, state):
+        grads = pull_back(hyper, one, target, jnp.ones(1), TEMPLATE, config)
+        updates, state = optimizer.update(grads.phi, state)
+        return hyper._replace(phi=optax.apply_updates(hyper.phi, updates)), state
+
+    hyper, _ = jax.lax.fori_loop(0, 1500, lambda _, both: step(*both), (hyper, state))
+    after = objective(hyper, [2], target, jnp.ones(1), config)
+    assert after < 1e-3 * before
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (HypernetworkConfig(hidden=0), "hidden is 0"),
+        (HypernetworkConfig(embedding_dim=-1), "embedding_dim is -1"),
+        (HypernetworkConfig(spread=float("nan")), "spread is nan"),
+    ],
+)
+def test_bad_sizes_are_refused(config, said):
+    with pytest.raises(InputError, match=said):
+        init_hypernetwork(KEY, TEMPLATE, 4, config)
