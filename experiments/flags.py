@@ -52,7 +52,7 @@ class TrainingFlags:
 
     algorithms: str = "fedtp,fedtp_vanilla,fedavg,local"
     """Comma-separated, or all."""
-    rounds: int = 150
+    rounds: int = 80
     """Communication rounds."""
     sample_fraction: float = 0.1
     """Share of the clients sampled each round (rounded down, at least one client)."""
@@ -60,7 +60,7 @@ class TrainingFlags:
     """Passes of a sampled client over its examples."""
     batch_size: int = 16
     """Examples a step."""
-    client_lr: float = 0.05
+    client_lr: float = 0.02
     """Step size of the clients' SGD."""
     client_momentum: float = 0.9
     """Momentum of the clients' SGD; starts afresh every round."""
@@ -76,7 +76,7 @@ class RunFlags:
 
     seed: int = 0
     """Of partition, initial values, sampling, batches and dropout."""
-    eval_every: int = 10
+    eval_every: int = 5
     """Rounds between two evaluations of all clients."""
     metric_from: int | None = None
     """Also report mean and deviation over the evaluations from this round on."""

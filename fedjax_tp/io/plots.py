@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 # Okabe and Ito's palette: told apart by the colour-blind, and in grey.
 COLORS = ("#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#000000")
@@ -26,6 +27,7 @@ def _save(figure: Figure, path: Path) -> None:
 def _plain(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
+    axes.set_axisbelow(True)
 
 
 def accuracy_over_rounds(
@@ -136,6 +138,7 @@ def label_distribution(
     axes.set(
         xlabel="client", ylabel="training examples", xlim=(-0.7, len(counts) - 0.3)
     )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if num_classes <= 20:
         axes.legend(
             title="class", bbox_to_anchor=(1.01, 1), loc="upper left", fontsize=8

@@ -93,7 +93,7 @@ def test_a_cohort_is_a_loop_over_clients(vit_task, chunk_size):
         np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     order=st.permutations([0, 1, 2, 3]),
     chunk_size=st.sampled_from([1, 3, 4]),
