@@ -133,6 +133,9 @@ def run_main(run: Callable[[], None]) -> int:
     except Interrupted as stopped:
         print(stopped, file=sys.stderr)
         return 128 + stopped.signal_number
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

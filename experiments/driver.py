@@ -17,7 +17,7 @@ from experiments.setup import Setup, resume_command
 from fedjax_tp.algorithms import Algorithm
 from fedjax_tp.io import checkpoints, metrics
 from fedjax_tp.io.progress import rounds_progress
-from fedjax_tp.io.signals import stop_signals
+from fedjax_tp.io.signals import SignalReceived, stop_signals
 from fedjax_tp.models import task as tasks
 from fedjax_tp.simulation import evaluation
 from fedjax_tp.simulation.plan import Plan
@@ -52,10 +52,19 @@ def train_all(
     out: Path,
 ) -> list[Outcome]:
     """Trains each algorithm in turn from the same seed; see `train`."""
-    return [
-        train(algorithm, setup, plans[algorithm.name], training, run, out)
-        for algorithm in algorithms
-    ]
+    with stop_signals() as stop_signal:
+        return [
+            train(
+                algorithm,
+                setup,
+                plans[algorithm.name],
+                training,
+                run,
+                out,
+                stop_signal,
+            )
+            for algorithm in algorithms
+        ]
 
 
 def train(
@@ -65,6 +74,7 @@ def train(
     training: TrainingFlags,
     run: RunFlags,
     out: Path,
+    stop_signal: SignalReceived,
 ) -> Outcome:
     """Trains one algorithm, from its newest checkpoint if there is one.
 
@@ -126,7 +136,6 @@ def train(
     rounds_a_call = 1
     shown = ""
     with (
-        stop_signals() as stop_signal,
         metrics.tensorboard(out / "tensorboard" / name, done + 1) as log_tensorboard,
         rounds_progress(name, done, training.rounds, run.eval_every) as show,
     ):
@@ -163,7 +172,7 @@ def train(
                 started = time.perf_counter()
                 checkpoints.save(checkpoint_folder, state, done)
                 log_time("checkpoint", done, started)
-            if stop is not None and not is_last:
+            if stop is not None:
                 raise Interrupted(
                     stop,
                     f"stopped after round {done} of {name}, all saved; to go on: "

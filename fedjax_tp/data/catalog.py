@@ -5,6 +5,7 @@ message says how to get it.
 """
 
 import gzip
+import re
 import struct
 import zipfile
 import zlib
@@ -210,17 +211,19 @@ def _tfds(
         )
     if not Path(data_dir).is_dir():
         raise InputError(f"data dir {data_dir} is not a folder; run `{command}` first")
+    folder = _newest_version(Path(data_dir) / builder_name)
+    if folder is None:
+        raise InputError(
+            f"dataset {name} is not in {data_dir}; "
+            f"`{command} --data-dir {data_dir}` makes it {hint}".rstrip()
+        )
     import tensorflow_datasets as tfds
 
-    try:
-        builder = tfds.builder(builder_name, data_dir=data_dir)
-        splits = set(builder.info.splits)
-    except (tfds.core.DatasetNotFoundError, ValueError):
-        splits = set()
-    if not {"train", "test"} <= splits:
+    builder = tfds.builder_from_directory(str(folder))
+    if not {"train", "test"} <= set(builder.info.splits):
         raise InputError(
-            f"dataset {name} is not in {data_dir} (with train and test splits); "
-            f"`{command} --data-dir {data_dir}` makes it {hint}".rstrip()
+            f"dataset {name} has splits {sorted(builder.info.splits)}; "
+            "train and test are needed"
         )
     features = builder.info.features
     if not {"image", "label"} <= features.keys():
@@ -249,6 +252,18 @@ def _tfds(
         read["test"]["label"],
         features["label"].names,
         superclass=superclass,
+    )
+
+
+def _newest_version(folder: Path) -> Path | None:
+    """The folder of the newest version of a prepared TFDS set, in any configuration."""
+    versions = [
+        info.parent
+        for info in folder.rglob("dataset_info.json")
+        if re.fullmatch(r"\d+\.\d+\.\d+", info.parent.name)
+    ]
+    return max(
+        versions, key=lambda v: [int(n) for n in v.name.split(".")], default=None
     )
 
 

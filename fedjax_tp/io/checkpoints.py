@@ -4,11 +4,12 @@ A checkpoint holds the leaves of the state by path, and a checksum of each; one 
 does not restore to the same sums is set aside and the one before is used.
 """
 
+import itertools
 import logging
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,7 +27,8 @@ class Restored(NamedTuple):
     round: int
 
 
-def _by_path(state: Tree) -> dict[str, jax.Array]:
+def _by_path(state: Tree) -> dict[str, Any]:
+    """Leaves (arrays or shape structs) by path; None is no leaf."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
@@ -77,34 +79,48 @@ def restore(
 ) -> Restored | None:
     """Restores the newest complete checkpoint, or None where there is none.
 
-    Folders of rounds that do not restore are renamed with the ending `.damaged`, so
-    that those rounds can be saved again.
+    Newer folders that do not restore are renamed with the ending `.damaged`, so that
+    those rounds can be saved again.
 
     Args:
       folder: the checkpoints of one algorithm.
       shapes: the state as shape structs.
       notify: told of each checkpoint that had to be set aside.
+
+    Raises:
+      OSError: there are checkpoints, and none of them restores.
     """
     if not folder.is_dir():
         return None
     rounds = [int(entry.name) for entry in folder.iterdir() if entry.name.isdigit()]
+    failures: list[tuple[Path, str]] = []
     for round_index in sorted(rounds, reverse=True):
+        step = folder / str(round_index)
         try:
-            return Restored(_restore_round(folder, shapes, round_index), round_index)
+            state = _restore_round(folder, shapes, round_index)
         except Exception as error:
-            step = folder / str(round_index)
-            aside = step.with_name(step.name + DAMAGED)
-            number = 1
-            while aside.exists():
-                number += 1
-                aside = step.with_name(f"{step.name}{DAMAGED}-{number}")
-            step.rename(aside)
-            reason = str(error).splitlines()[0][:120]
+            failures.append((step, str(error).splitlines()[0][:120]))
+            continue
+        for damaged, reason in failures:
+            aside = _set_aside(damaged)
             notify(
-                f"checkpoint {step} is incomplete or damaged ({reason}); it is now "
-                f"{aside.name}, and the one before it is used"
+                f"checkpoint {damaged} is incomplete or damaged ({reason}); it is now "
+                f"{aside.name}, and round {round_index} is used"
             )
+        return Restored(state, round_index)
+    if failures:
+        step, reason = failures[0]
+        raise OSError(
+            f"none of {len(failures)} checkpoints in {folder} can be restored "
+            f"(round {step.name}: {reason}); to start anew, remove the folder"
+        )
     return None
+
+
+def _set_aside(step: Path) -> Path:
+    names = (f"{step.name}{DAMAGED}{number or ''}" for number in itertools.count())
+    aside = next(p for p in map(step.with_name, names) if not p.exists())
+    return step.rename(aside)
 
 
 def _restore_round(folder: Path, shapes: Tree, round_index: int) -> Tree:

@@ -17,7 +17,10 @@ def stop_signals() -> Iterator[SignalReceived]:
         if received:
             raise KeyboardInterrupt
         received.append(signal_number)
-        print("stopping: the round in progress is finished and saved", file=sys.stderr)
+        print(
+            "stopping: the round in progress is finished and saved first",
+            file=sys.stderr,
+        )
 
     caught = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, note) for number in caught}

@@ -1,0 +1,454 @@
+"""The main experiment as a user runs it: results, bad input, resume, kill."""
+
+import csv
+import itertools
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments import fedtp
+from experiments.__main__ import describe
+
+ROOT = Path(__file__).parent.parent.parent
+TINY = shlex.split(
+    "--num-clients 6 --sample-fraction 0.5 --rounds 6 --eval-every 2 --local-epochs 1 "
+    "--dim 8 --depth 1 --heads 2 --head-dim 4 --mlp-dim 8 --patch-size 4 "
+    "--checkpoint-every 1 --hypernetwork.hidden 8 --hypernetwork.embedding-dim 4"
+)
+
+
+def run(out, *flags, env=None, prefix=()):
+    return subprocess.run(
+        [*prefix, sys.executable, "-m", "experiments.fedtp", "--out", str(out), *flags],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, **(env or {})},
+    )
+
+
+def rows(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").open()]
+
+
+def checkpoint_bytes(out):
+    """The arrays of the newest checkpoints, as orbax reads them."""
+    import orbax.checkpoint as ocp
+
+    found = {}
+    for folder in sorted((out / "checkpoints").iterdir()):
+        newest = max((e for e in folder.iterdir() if e.name.isdigit()), key=_number)
+        tree = ocp.StandardCheckpointer().restore((newest / "state").resolve())
+        for path, leaf in tree.items():
+            found[folder.name, newest.name, path] = np.asarray(leaf).tobytes()
+    return found
+
+
+def _number(entry):
+    return int(entry.name)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    assert fedtp.main(["--out", str(out), *TINY]) == 0
+    return out
+
+
+@pytest.mark.smoke
+def test_a_run_leaves_everything_it_should(finished):
+    for name in (
+        "config.json",
+        "metrics.jsonl",
+        "timing.jsonl",
+        "clients.csv",
+        "partition.json",
+        "summary.json",
+        "report.html",
+        "accuracy.png",
+        "clients.png",
+        "labels.png",
+    ):
+        assert (finished / name).stat().st_size > 0, name
+    summary = json.loads((finished / "summary.json").read_text())["algorithms"]
+    assert list(summary) == ["fedtp", "fedtp_vanilla", "fedavg", "local"]
+    for entry in summary.values():
+        assert entry["accuracy"].keys() == {"pooled", "mean", "std", "worst_decile"}
+        assert entry["rounds"] == 6
+        assert entry["seed"] == 0
+        assert entry["parameters"]["client"] > 0
+    assert summary["fedtp"]["parameters"]["hypernetwork"] > 0
+    assert summary["fedavg"]["parameters"]["hypernetwork"] == 0
+    assert summary["local"]["bytes_down"] == summary["local"]["bytes_up"] == 0
+    for name in summary:
+        assert list((finished / "tensorboard" / name).iterdir())
+        kept = [e.name for e in (finished / "checkpoints" / name).iterdir()]
+        assert sorted(kept) == ["4", "5", "6"]
+
+
+def test_the_files_agree_with_one_another(finished):
+    summary = json.loads((finished / "summary.json").read_text())["algorithms"]
+    table = list(csv.DictReader((finished / "clients.csv").open()))
+    assert len(table) == 4 * 6
+    for name, entry in summary.items():
+        own = [row for row in rows(finished) if row["algorithm"] == name]
+        assert [row["round"] for row in own] == [1, 2, 3, 4, 5, 6]
+        assert [row["round"] for row in own if "accuracy" in row] == [2, 4, 6]
+        assert own[-1]["accuracy"] == entry["accuracy"]
+        clients = [row for row in table if row["algorithm"] == name]
+        tests = np.array([int(row["test_examples"]) for row in clients])
+        accuracy = np.array([float(row["accuracy"]) for row in clients])
+        pooled = (tests * accuracy).sum() / tests.sum()
+        assert pooled == pytest.approx(entry["accuracy"]["pooled"], abs=1e-6)
+        took_part = np.bincount([c for row in own for c in row["clients"]], minlength=6)
+        assert [int(row["rounds"]) for row in clients] == took_part.tolist()
+    by_round = {}
+    for row in rows(finished):
+        by_round.setdefault(row["round"], set()).add(tuple(row["clients"]))
+    assert all(len(cohorts) == 1 for cohorts in by_round.values())
+
+
+def test_the_same_seed_writes_the_same_bytes_and_another_seed_others(
+    finished, tmp_path
+):
+    assert run(tmp_path / "b", *TINY, env={"PYTHONHASHSEED": "1"}).returncode == 0
+    for name in ("metrics.jsonl", "partition.json", "summary.json", "clients.csv"):
+        assert (finished / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert checkpoint_bytes(finished) == checkpoint_bytes(tmp_path / "b")
+    other = ["--seed", "1", "--algorithms", "fedavg", *TINY]
+    assert fedtp.main(["--out", str(tmp_path / "c"), *other]) == 0
+    for name in ("metrics.jsonl", "partition.json"):
+        assert (finished / name).read_bytes() != (tmp_path / "c" / name).read_bytes()
+
+
+def test_the_partition_of_a_run_can_be_used_again(finished, tmp_path):
+    flags = ["--partition", f"file:{finished / 'partition.json'}", *TINY]
+    flags += ["--algorithms", "fedtp"]
+    assert fedtp.main(["--out", str(tmp_path / "a"), *flags]) == 0
+    own = [row for row in rows(finished) if row["algorithm"] == "fedtp"]
+    assert rows(tmp_path / "a") == own
+
+
+def test_a_run_that_is_killed_goes_on_to_the_same_bits(finished, tmp_path):
+    out = tmp_path / "killed"
+    seconds = random.Random(0)
+    command = [sys.executable, "-m", "experiments.fedtp"]
+    for _ in range(4):
+        process = subprocess.Popen(
+            [*command, "--out", str(out), "--resume", *TINY],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        metrics = out / "metrics.jsonl"
+        before = metrics.stat().st_size if metrics.exists() else 0
+        while process.poll() is None and (
+            not metrics.exists() or metrics.stat().st_size <= before
+        ):
+            time.sleep(0.01)
+        time.sleep(seconds.uniform(0, 0.6))
+        process.kill()
+        process.communicate()
+    done = run(out, "--resume", *TINY)
+    assert done.returncode == 0, done.stderr
+    assert "going on after round" in done.stdout
+    for name in ("metrics.jsonl", "summary.json", "clients.csv"):
+        assert (finished / name).read_bytes() == (out / name).read_bytes(), name
+    assert checkpoint_bytes(finished) == checkpoint_bytes(out)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_told_to_stop_saves_and_says_how_to_go_on(
+    finished, tmp_path, number
+):
+    out = tmp_path / "stopped"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "experiments.fedtp", "--out", str(out), *TINY],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (out / "metrics.jsonl").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 128 + number
+    assert "--resume" in said
+    # The flags come from the run itself.
+    assert run(out, "--resume").returncode == 0
+    assert (finished / "summary.json").read_bytes() == (
+        out / "summary.json"
+    ).read_bytes()
+
+
+def shortened(finished, tmp_path, round_index):
+    """A copy of a finished run of FedTP whose newest checkpoint is an older one."""
+    out = tmp_path / "copy"
+    shutil.copytree(finished, out)
+    for entry in (out / "checkpoints" / "fedtp").iterdir():
+        if int(entry.name) > round_index:
+            shutil.rmtree(entry)
+    return out
+
+
+def test_a_damaged_newest_checkpoint_gives_way_and_says_so(finished, tmp_path, capsys):
+    out = shortened(finished, tmp_path, 5)
+    newest = out / "checkpoints" / "fedtp" / "5"
+    largest = max(newest.rglob("*"), key=lambda p: p.stat().st_size * p.is_file())
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    (out / "checkpoints" / "fedtp" / "9").mkdir()
+    assert fedtp.main(["--out", str(out), "--resume"]) == 0
+    said = capsys.readouterr().out
+    assert "5 is incomplete or damaged" in said
+    assert "going on after round 4" in said
+    for name in ("metrics.jsonl", "summary.json"):
+        assert (finished / name).read_bytes() == (out / name).read_bytes()
+
+
+def test_a_finished_run_goes_on_for_more_rounds(finished, tmp_path):
+    out = tmp_path / "longer"
+    shutil.copytree(finished, out)
+    assert fedtp.main(["--out", str(out), "--resume", "--rounds", "8"]) == 0
+    own = [row["round"] for row in rows(out) if row["algorithm"] == "local"]
+    assert own == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--client-lr", "0.5"], "--client-lr is 0.5, but the run"),
+        (["--dataset", "npz:x.npz"], "--dataset is npz:"),
+        (["--rounds", "3"], "allowed is 6 or more"),
+        (["--preset", "paper"], "--preset is paper"),
+    ],
+)
+def test_flags_that_contradict_the_run_are_refused(finished, capsys, flags, said):
+    before = (finished / "metrics.jsonl").read_bytes()
+    assert fedtp.main(["--out", str(finished), "--resume", *flags]) == 2
+    assert said in capsys.readouterr().err
+    assert (finished / "metrics.jsonl").read_bytes() == before
+
+
+def small_npz(tmp_path, **changes):
+    rng = np.random.default_rng(0)
+    labels = np.arange(40) % 4
+    arrays = {
+        "x_train": rng.integers(0, 255, (40, 8, 8, 1), dtype=np.uint8),
+        "y_train": labels,
+        "x_test": rng.integers(0, 255, (40, 8, 8, 1), dtype=np.uint8),
+        "y_test": labels,
+    }
+    np.savez(tmp_path / "a.npz", **(arrays | changes))
+    return f"npz:{tmp_path / 'a.npz'}"
+
+
+BAD_FLAGS = [
+    ("--dataset imagenet", "unknown dataset 'imagenet'"),
+    ("--dataset cifar10", "needs --data-dir"),
+    ("--dataset npz:missing.npz", "does not exist"),
+    ("--algorithms fedsgd", "unknown algorithm 'fedsgd'"),
+    ("--partition dirichlett", "unknown partition 'dirichlett'"),
+    ("--partition dirichlet --alpha 0", "alpha is 0.0"),
+    ("--partition dirichlet --alpha -1", "alpha is -1.0"),
+    ("--partition dirichlet --alpha nan", "alpha is nan"),
+    ("--classes-per-client 11", "classes per client is 11"),
+    ("--num-clients 5000", "5000 clients"),
+    ("--num-clients 0", "number of clients is 0"),
+    ("--partition dirichlet --num-clients 200", "needs 2000 examples"),
+    ("--sample-fraction 0", "sample fraction is 0.0"),
+    ("--sample-fraction 1.5", "sample fraction is 1.5"),
+    ("--rounds 0", "rounds is 0"),
+    ("--local-epochs 0", "local epochs is 0"),
+    ("--batch-size 0", "batch size is 0"),
+    ("--eval-every 0", "eval every is 0"),
+    ("--client-lr 0", "learning rate is 0.0"),
+    ("--client-momentum 1", "momentum is 1.0"),
+    ("--dropout 1", "dropout is 1.0"),
+    ("--depth 0", "depth is 0"),
+    ("--patch-size 3", "patch size is 3"),
+    ("--model cnn", "fedtp needs a model with attention"),
+    ("--hypernetwork.hidden 0", "hidden is 0"),
+    ("--server.lr -1", "learning rate is -1.0"),
+    ("--seed -1", "seed is -1"),
+    ("--metric-from 100", "metric from is 100"),
+    ("--resume", "--resume needs --out"),
+    ("--out {file}", "is a file"),
+    ("--out {file}/run", "cannot write in out"),
+    ("--out {full}", "not empty"),
+    ("--out {full} --resume", "no run to resume"),
+]
+
+
+@pytest.mark.parametrize(("flags", "said"), BAD_FLAGS, ids=[f for f, _ in BAD_FLAGS])
+def test_bad_flags_are_refused_before_anything_runs(
+    tmp_path, capsys, monkeypatch, flags, said
+):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("precious")
+    monkeypatch.chdir(tmp_path)
+
+    def never(*args, **kwargs):
+        raise AssertionError("something was trained")
+
+    monkeypatch.setattr("experiments.driver.train", never)
+    filled = flags.format(file=tmp_path / "file", full=tmp_path / "full")
+    assert fedtp.main(filled.split()) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert len(error.strip().splitlines()) <= 2
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"y_train": np.arange(40) % 4 + 0.5}, "labels must be integers"),
+        ({"y_train": np.arange(39) % 4}, "must be equal"),
+        ({"x_train": np.full((40, 8, 8, 1), np.nan)}, "NaN or infinite"),
+        ({"y_train": np.array([None] * 40)}, "plain number arrays"),
+    ],
+)
+def test_a_bad_npz_is_refused_before_anything_runs(tmp_path, capsys, change, said):
+    dataset = small_npz(tmp_path, **change)
+    out = str(tmp_path / "out")
+    assert fedtp.main(["--dataset", dataset, "--out", out]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_client_that_diverges_is_named_and_the_run_goes_on(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(40, 8, 8, 1)).astype(np.float32)
+    x[:2] = 1e30
+    labels = np.arange(40) % 4
+    dataset = small_npz(tmp_path, x_train=x, x_test=x, y_train=labels, y_test=labels)
+    parts = {
+        "train": [list(range(2)), list(range(2, 20)), list(range(20, 40))],
+        "test": [[2], list(range(3, 20)), list(range(20, 40))],
+    }
+    (tmp_path / "p.json").write_text(json.dumps(parts))
+    out = tmp_path / "out"
+    flags = ["--dataset", dataset, "--partition", f"file:{tmp_path / 'p.json'}"]
+    flags += _without(TINY, "--num-clients", "--rounds", "--sample-fraction")
+    flags += ["--rounds", "2", "--sample-fraction", "1", "--algorithms", "fedavg"]
+    flags += ["--client-lr", "1e8"]
+    assert fedtp.main(["--out", str(out), *flags]) == 0
+    left_out = [row["left_out"] for row in rows(out)]
+    assert any(left_out)
+    assert "were left out of the average" in capsys.readouterr().out
+    page = (out / "report.html").read_text()
+    assert "were left out of the average" in page
+    assert "NaN" not in (out / "metrics.jsonl").read_text()
+
+
+def _without(flags, *names):
+    kept, skip = [], False
+    for flag in flags:
+        if skip:
+            skip = False
+        elif flag in names:
+            skip = True
+        else:
+            kept.append(flag)
+    return kept
+
+
+def test_a_disk_that_refuses_is_no_success(finished, tmp_path):
+    out = shortened(finished, tmp_path, 4)
+    limit = ["bash", "-c", 'ulimit -f 8; exec "$@"', "-"]
+    done = run(out, "--resume", prefix=limit)
+    assert done.returncode == 1
+    assert "cannot save round 5" in done.stderr
+    assert str(out) in done.stderr
+    assert run(out, "--resume").returncode == 0
+    assert (finished / "summary.json").read_bytes() == (
+        out / "summary.json"
+    ).read_bytes()
+
+
+def test_a_relative_folder_with_a_blank_resumes_from_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = [*_without(TINY, "--rounds"), "--algorithms", "local", "--rounds", "2"]
+    data = small_npz(tmp_path)
+    flags += ["--dataset", "npz:a.npz", "--classes-per-client", "2"]
+    assert data == f"npz:{tmp_path / 'a.npz'}"
+    assert fedtp.main(["--out", "results/run é 1", *flags]) == 0
+    monkeypatch.chdir(ROOT)
+    out = tmp_path / "results" / "run é 1"
+    assert fedtp.main(["--out", str(out), "--resume", "--rounds", "3"]) == 0
+    assert [row["round"] for row in rows(out)] == [1, 2, 3]
+
+
+def test_tiny_clients_train_and_are_measured(tmp_path):
+    sizes = [5, 7, 64, 130]
+    total = sum(sizes)
+    rng = np.random.default_rng(0)
+    labels = np.arange(total) % 3
+    dataset = small_npz(
+        tmp_path,
+        x_train=rng.integers(0, 255, (total, 8, 8, 1), dtype=np.uint8),
+        y_train=labels,
+        x_test=rng.integers(0, 255, (30, 8, 8, 1), dtype=np.uint8),
+        y_test=labels[:30],
+    )
+    indices = iter(range(total))
+    train = [list(itertools.islice(indices, size)) for size in sizes]
+    test = [[0, 1, 2], list(range(3, 10)), list(range(10, 20)), list(range(20, 30))]
+    (tmp_path / "p.json").write_text(json.dumps({"train": train, "test": test}))
+    out = tmp_path / "out"
+    flags = f"--batch-size 64 --local-epochs 1 --rounds 2 --model cnn --out {out}"
+    flags += f" --partition file:{tmp_path / 'p.json'} --dataset {dataset}"
+    flags += " --algorithms local,fedavg --sample-fraction 1"
+    assert fedtp.main(flags.split()) == 0
+    table = list(csv.DictReader((out / "clients.csv").open()))
+    first = float(table[0]["accuracy"])
+    assert min(abs(first - k / 3) for k in range(4)) < 1e-6
+    assert [int(row["rounds"]) for row in table[:4]] == [2, 2, 2, 2]
+
+
+def test_experiments_are_listed_with_their_question():
+    listed = dict(describe())
+    assert listed["experiments.fedtp"].startswith("Does FedTP beat FedAvg")
+    assert listed["experiments.prepare_data"]
+    assert not any(re.search("cli|driver|setup", name) for name in listed)
+
+
+def test_the_paper_preset_is_the_papers_protocol(capsys):
+    from experiments import cli
+
+    flags = cli.parse(
+        fedtp.Flags(), fedtp.PRESETS, ["--preset", "paper", "--rounds", "7"], "", "x"
+    )
+    flat = cli.to_flat(flags)
+    expected = {
+        "preset": "paper",
+        "rounds": 7,
+        "num_clients": 50,
+        "sample_fraction": 0.1,
+        "local_epochs": 5,
+        "batch_size": 64,
+        "client_lr": 0.01,
+        "client_momentum": 0.9,
+        "client_weight_decay": 1e-5,
+        "hypernetwork.hidden": 150,
+        "hypernetwork.embedding_dim": 128,
+        "server.lr": 0.01,
+        "server.weight_decay": 1e-3,
+        "metric_from": 1300,
+    }
+    assert {name: flat[name] for name in expected} == expected
+    assert cli.to_flat(cli.with_values(fedtp.Flags(), flat)) == flat
