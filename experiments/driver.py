@@ -108,8 +108,11 @@ def train(
             f"allowed is {done} or more"
         )
     metrics_file, timing_file = out / "metrics.jsonl", out / "timing.jsonl"
-    metrics.keep_rows(
-        metrics_file, lambda row: row["algorithm"] != name or row["round"] <= done
+    metrics.rewrite_rows(
+        metrics_file,
+        lambda rows: [
+            row for row in rows if row["algorithm"] != name or row["round"] <= done
+        ],
     )
 
     def log_time(event: str, round_index: int, started: float, **more: Any) -> float:

@@ -7,18 +7,18 @@ same clients, batches and seed. It prints a plan, then a table, and leaves a run
 with plots and report.html.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 import tyro
-from rich.console import Console
 
 from experiments import cli, driver, results, setup
 from experiments.flags import DataFlags, ModelFlags, RunFlags, TrainingFlags
 from fedjax_tp import algorithms
 from fedjax_tp.algorithms import ClientOptimizer, HypernetworkOptimizer, Setting
-from fedjax_tp.hypernetwork import HypernetworkConfig
+from fedjax_tp.hypernetwork import PAPER, HypernetworkConfig
 
 EXPERIMENT = "fedtp"
 
@@ -34,18 +34,10 @@ class Flags:
     training: Annotated[TrainingFlags, _ungrouped] = TrainingFlags()
     run: Annotated[RunFlags, _ungrouped] = RunFlags()
     hypernetwork: HypernetworkConfig = field(
-        default=HypernetworkConfig(
-            embedding_dim=32,
-            hidden=100,
-            layers=1,
-            start="model",
-            spread=1.5,
-            feature_norm=7.0,
-        ),
-        metadata={"prefix": True},
+        default=HypernetworkConfig(), metadata={"prefix": True}
     )
     server: HypernetworkOptimizer = field(
-        default=HypernetworkOptimizer(weight_decay=0.0), metadata={"prefix": True}
+        default=HypernetworkOptimizer(), metadata={"prefix": True}
     )
     preset: Literal["default", "paper", "paper100"] = "default"
     """Values of all flags not given: paper and paper100 are FedTP's protocol with 50
@@ -72,13 +64,8 @@ _PAPER: dict[str, Any] = {
     "eval_every": 5,
     "metric_from": 1300,
     "checkpoint_every": 50,
-    "hypernetwork.embedding_dim": 128,
-    "hypernetwork.hidden": 150,
-    "hypernetwork.layers": 3,
-    "hypernetwork.start": "paper",
-    "hypernetwork.feature_norm": 0.0,
     "server.weight_decay": 1e-3,
-}
+} | {f"hypernetwork.{k}": v for k, v in dataclasses.asdict(PAPER).items()}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -95,7 +82,7 @@ def run(flags: Flags) -> None:
       InputError: a flag, the data or the run folder does not allow it.
       Interrupted: told to stop; what was done is saved.
     """
-    console = Console()
+    console = results.make_console()
     flags = replace(flags, data=setup.absolute_paths(flags.data))
     names = algorithms.resolve(flags.training.algorithms)
     setup.check_flags(flags.data, flags.training, flags.run)
@@ -114,7 +101,7 @@ def run(flags: Flags) -> None:
     built = [algorithms.REGISTRY[name](setting) for name in names]
     plans = results.plan_all(built, prepared)
     out = setup.open_run(EXPERIMENT, flags, prepared)
-    console.print(f"run folder: {out}", highlight=False, soft_wrap=True)
+    console.print(f"run folder: {out}", soft_wrap=True)
     results.print_plan(console, prepared, flags.training, plans)
     outcomes = driver.train_all(built, prepared, plans, flags.training, flags.run, out)
     results.write_results(

@@ -20,6 +20,12 @@ from fedjax_tp.simulation import evaluation
 from fedjax_tp.simulation.plan import Plan, make_plan
 
 
+def make_console() -> Console:
+    """Standard output; wide enough for the tables where it is no terminal."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(width=100, highlight=False)
+
+
 def print_plan(
     console: Console, setup: Setup, training: TrainingFlags, plans: dict[str, Plan]
 ) -> None:
@@ -32,7 +38,6 @@ def print_plan(
         f"{'x'.join(map(str, setup.train.x.shape[1:]))}, "
         f"{setup.dataset.num_classes} classes; {len(sizes)} clients with "
         f"{sizes.min()} / {sizes.mean():.0f} / {sizes.max()} examples (min/mean/max)",
-        highlight=False,
     )
     console.print(
         f"{training.rounds} rounds, {setup.cohort} clients a round, "
@@ -40,7 +45,6 @@ def print_plan(
         f"(about {setup.cohort * steps.mean():.0f} steps a round), "
         f"{setup.schedule.chunk_size} clients at a time, on "
         f"{jax.devices()[0].device_kind}",
-        highlight=False,
     )
     table = Table(title="plan", title_justify="left")
     for column in ("algorithm", "client", "hypernetwork", "down", "up", "memory"):
@@ -56,7 +60,7 @@ def print_plan(
         )
     console.print(table)
     for notice in setup.notices:
-        console.print(f"note: {notice}", highlight=False)
+        console.print(f"note: {notice}")
 
 
 def _human(num_bytes: float) -> str:
@@ -87,6 +91,12 @@ def write_results(
     console: Console,
 ) -> None:
     """Writes summary, client rows, plots and report, and prints the table."""
+    # A run that was resumed may have written its algorithms in another order.
+    order = [outcome.algorithm for outcome in outcomes]
+    metrics.rewrite_rows(
+        out / "metrics.jsonl",
+        lambda rows: sorted(rows, key=lambda row: order.index(row["algorithm"])),
+    )
     rows = metrics.read_rows(out / "metrics.jsonl")
     summaries = {
         outcome.algorithm: _summary_entry(outcome, rows, run) for outcome in outcomes
@@ -112,7 +122,7 @@ def write_results(
     console.print(table)
     notices = [*setup.notices, *left_out_notices(rows)]
     for notice in notices[len(setup.notices) :]:
-        console.print(f"note: {notice}", highlight=False)
+        console.print(f"note: {notice}")
     sizes = np.asarray(setup.train.size)
     report.write_report(
         out / "report.html",
@@ -128,7 +138,7 @@ def write_results(
         command=command_line(experiment),
         settings=to_flat(flags),
     )
-    console.print(f"report: {out / 'report.html'}", highlight=False, soft_wrap=True)
+    console.print(f"report: {out / 'report.html'}", soft_wrap=True)
 
 
 def _summary_entry(

@@ -22,6 +22,8 @@ from fedjax_tp.types import Array, Float, InputError, Int, Params, PRNGKey, Tree
 class HypernetworkConfig:
     """Shape and initial values of the hypernetwork.
 
+    The defaults were found on validation splits; `PAPER` has those of FedTP's code.
+
     Attributes:
       embedding_dim: length of a client's embedding.
       hidden: width of the trunk.
@@ -37,12 +39,18 @@ class HypernetworkConfig:
         missing; 0 leaves it as it is, as the paper does.
     """
 
-    embedding_dim: int = 128
-    hidden: int = 150
-    layers: int = 3
-    start: Literal["paper", "model"] = "paper"
-    spread: float = 1.0
-    feature_norm: float = 0.0
+    embedding_dim: int = 32
+    hidden: int = 100
+    layers: int = 1
+    start: Literal["paper", "model"] = "model"
+    spread: float = 1.5
+    feature_norm: float = 7.0
+
+
+PAPER = HypernetworkConfig(
+    embedding_dim=128, hidden=150, layers=3, start="paper", feature_norm=0.0
+)
+"""The sizes and initial values of FedTP's code."""
 
 
 class Hypernetwork(NamedTuple):

@@ -8,6 +8,7 @@ import pytest
 
 from fedjax_tp import tree
 from fedjax_tp.hypernetwork import (
+    PAPER,
     HypernetworkConfig,
     emit_rows,
     init_hypernetwork,
@@ -32,7 +33,7 @@ def test_size_is_the_papers_at_50_clients():
                 key,
                 jax.tree.map(lambda s: jnp.zeros(s.shape), template),
                 50,
-                HypernetworkConfig(),
+                PAPER,
             ),
             KEY,
         )
@@ -47,7 +48,7 @@ def emitted_spread(config, template, num_clients=50):
 
 
 def test_the_paper_start_emits_what_the_papers_code_emits():
-    whole, between, _ = emitted_spread(HypernetworkConfig(), {"w": jnp.zeros(40_000)})
+    whole, between, _ = emitted_spread(PAPER, {"w": jnp.zeros(40_000)})
     # Measured in the authors' code: 0.059 in all, 0.015 between clients.
     assert abs(whole - 0.059) < 0.002
     assert abs(between - 0.015) < 0.002
@@ -75,7 +76,8 @@ def objective(hyper, ids, targets, weights, config):
 
 @pytest.fixture(params=["paper", "model"])
 def problem(request):
-    config = HypernetworkConfig(3, 5, 2, start=request.param, spread=0.5)
+    norm = 2.0 if request.param == "model" else 0.0
+    config = HypernetworkConfig(3, 5, 2, request.param, spread=0.5, feature_norm=norm)
     hyper = init_hypernetwork(KEY, TEMPLATE, 4, config)
     ids = [2, 0]
     rng = np.random.default_rng(0)

@@ -39,7 +39,7 @@ class HypernetworkOptimizer:
     lr: float = 0.01
     embedding_lr: float = 0.01
     momentum: float = 0.9
-    weight_decay: float = 1e-3
+    weight_decay: float = 0.0
     clip: float = 0.0
     move_unsampled: bool = False
 

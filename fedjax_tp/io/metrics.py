@@ -38,9 +38,9 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def keep_rows(path: Path, keep: Callable[[Row], bool]) -> None:
-    """Rewrites the file with the rows that `keep` holds for, whole or not at all."""
-    rows = [row for row in read_rows(path) if keep(row)]
+def rewrite_rows(path: Path, change: Callable[[list[Row]], list[Row]]) -> None:
+    """Replaces the rows of the file by what `change` makes of them, all or none."""
+    rows = change(read_rows(path))
     write_text(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
 
 

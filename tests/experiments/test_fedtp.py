@@ -19,12 +19,14 @@ import pytest
 
 from experiments import fedtp
 from experiments.__main__ import describe
+from fedjax_tp.algorithms import REGISTRY
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = shlex.split(
-    "--num-clients 6 --sample-fraction 0.5 --rounds 6 --eval-every 2 --local-epochs 1 "
-    "--dim 8 --depth 1 --heads 2 --head-dim 4 --mlp-dim 8 --patch-size 4 "
-    "--checkpoint-every 1 --hypernetwork.hidden 8 --hypernetwork.embedding-dim 4"
+    "--algorithms fedtp,local --num-clients 6 --sample-fraction 0.5 --rounds 6 "
+    "--eval-every 2 --local-epochs 1 --dim 8 --depth 1 --heads 2 --head-dim 4 "
+    "--mlp-dim 8 --patch-size 4 --checkpoint-every 1 --hypernetwork.hidden 8 "
+    "--hypernetwork.embedding-dim 4"
 )
 
 
@@ -83,14 +85,14 @@ def test_a_run_leaves_everything_it_should(finished):
     ):
         assert (finished / name).stat().st_size > 0, name
     summary = json.loads((finished / "summary.json").read_text())["algorithms"]
-    assert list(summary) == ["fedtp", "fedtp_vanilla", "fedavg", "local"]
+    assert list(summary) == ["fedtp", "local"]
     for entry in summary.values():
         assert entry["accuracy"].keys() == {"pooled", "mean", "std", "worst_decile"}
         assert entry["rounds"] == 6
         assert entry["seed"] == 0
         assert entry["parameters"]["client"] > 0
     assert summary["fedtp"]["parameters"]["hypernetwork"] > 0
-    assert summary["fedavg"]["parameters"]["hypernetwork"] == 0
+    assert summary["local"]["parameters"]["hypernetwork"] == 0
     assert summary["local"]["bytes_down"] == summary["local"]["bytes_up"] == 0
     for name in summary:
         assert list((finished / "tensorboard" / name).iterdir())
@@ -98,10 +100,18 @@ def test_a_run_leaves_everything_it_should(finished):
         assert sorted(kept) == ["4", "5", "6"]
 
 
+def test_every_algorithm_runs(tmp_path):
+    flags = [*_without(TINY, "--algorithms", "--rounds"), "--rounds", "1"]
+    out = tmp_path / "all"
+    assert fedtp.main(["--out", str(out), "--algorithms", "all", *flags]) == 0
+    summary = json.loads((out / "summary.json").read_text())["algorithms"]
+    assert list(summary) == list(REGISTRY)
+
+
 def test_the_files_agree_with_one_another(finished):
     summary = json.loads((finished / "summary.json").read_text())["algorithms"]
     table = list(csv.DictReader((finished / "clients.csv").open()))
-    assert len(table) == 4 * 6
+    assert len(table) == 2 * 6
     for name, entry in summary.items():
         own = [row for row in rows(finished) if row["algorithm"] == name]
         assert [row["round"] for row in own] == [1, 2, 3, 4, 5, 6]
@@ -127,15 +137,15 @@ def test_the_same_seed_writes_the_same_bytes_and_another_seed_others(
     for name in ("metrics.jsonl", "partition.json", "summary.json", "clients.csv"):
         assert (finished / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     assert checkpoint_bytes(finished) == checkpoint_bytes(tmp_path / "b")
-    other = ["--seed", "1", "--algorithms", "fedavg", *TINY]
+    other = ["--seed", "1", *_without(TINY, "--algorithms"), "--algorithms", "local"]
     assert fedtp.main(["--out", str(tmp_path / "c"), *other]) == 0
     for name in ("metrics.jsonl", "partition.json"):
         assert (finished / name).read_bytes() != (tmp_path / "c" / name).read_bytes()
 
 
 def test_the_partition_of_a_run_can_be_used_again(finished, tmp_path):
-    flags = ["--partition", f"file:{finished / 'partition.json'}", *TINY]
-    flags += ["--algorithms", "fedtp"]
+    flags = ["--partition", f"file:{finished / 'partition.json'}"]
+    flags += [*_without(TINY, "--algorithms"), "--algorithms", "fedtp"]
     assert fedtp.main(["--out", str(tmp_path / "a"), *flags]) == 0
     own = [row for row in rows(finished) if row["algorithm"] == "fedtp"]
     assert rows(tmp_path / "a") == own
@@ -343,7 +353,9 @@ def test_a_client_that_diverges_is_named_and_the_run_goes_on(tmp_path, capsys):
     (tmp_path / "p.json").write_text(json.dumps(parts))
     out = tmp_path / "out"
     flags = ["--dataset", dataset, "--partition", f"file:{tmp_path / 'p.json'}"]
-    flags += _without(TINY, "--num-clients", "--rounds", "--sample-fraction")
+    flags += _without(
+        TINY, "--algorithms", "--num-clients", "--rounds", "--sample-fraction"
+    )
     flags += ["--rounds", "2", "--sample-fraction", "1", "--algorithms", "fedavg"]
     flags += ["--client-lr", "1e8"]
     assert fedtp.main(["--out", str(out), *flags]) == 0
@@ -382,7 +394,8 @@ def test_a_disk_that_refuses_is_no_success(finished, tmp_path):
 
 def test_a_relative_folder_with_a_blank_resumes_from_elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    flags = [*_without(TINY, "--rounds"), "--algorithms", "local", "--rounds", "2"]
+    flags = _without(TINY, "--algorithms", "--rounds")
+    flags += ["--algorithms", "local", "--rounds", "2"]
     data = small_npz(tmp_path)
     flags += ["--dataset", "npz:a.npz", "--classes-per-client", "2"]
     assert data == f"npz:{tmp_path / 'a.npz'}"

@@ -133,7 +133,7 @@ def test_a_plan_counts_what_is_sent_and_held(small_task):
         "local": 0,
     }
     assert {n: p.bytes_up for n, p in plans.items()} == down
-    trunk = 128 * 150 + 150 + 3 * (150 * 150 + 150)
-    heads = 151 * attention
-    assert plans["fedtp"].hypernetwork_parameters == trunk + heads + 6 * 128
+    trunk = 32 * 100 + 100 + 100 * 100 + 100
+    heads = 101 * attention
+    assert plans["fedtp"].hypernetwork_parameters == trunk + heads + 6 * 32
     assert plans["local"].state_bytes >= 6 * 4 * params
