@@ -12,7 +12,7 @@ PYTEST ?=
 
 comma := ,
 extras := dev$(if $(EXTRAS),$(comma)$(EXTRAS))
-installed := $(VENV)/installed-$(subst $(comma),-,$(extras))
+installed := $(VENV)/installed-$(notdir $(PYTHON))-$(subst $(comma),-,$(extras))
 python := $(VENV)/bin/python
 
 .PHONY: setup fedtp test smoke lint format clean
@@ -21,7 +21,7 @@ setup: $(installed)
 
 $(installed): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=")'
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --clear $(VENV)
 	$(python) -m pip install --quiet --editable '.[$(extras)]'
 	touch $@
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from experiments.cli import Interrupted
 from experiments.flags import RunFlags, TrainingFlags
-from experiments.setup import Setup, resume_command
+from experiments.setup import CHUNK_SIZE, Setup, resume_command
 from fedjax_tp.algorithms import Algorithm
 from fedjax_tp.io import checkpoints, metrics
 from fedjax_tp.io.progress import rounds_progress
@@ -83,7 +83,7 @@ def train(
       OSError: a file could not be written.
     """
     name = algorithm.name
-    key = jax.random.key(run.seed)
+    init_key, key = jax.random.split(jax.random.key(run.seed))
     num_clients = setup.train.num_clients
     checkpoint_folder = out / "checkpoints" / name
     checkpoint_every = run.checkpoint_every or run.eval_every
@@ -96,7 +96,7 @@ def train(
 
     restored = checkpoints.restore(checkpoint_folder, jax.eval_shape(init, key), notify)
     if restored is None:
-        state, done = jax.jit(init)(key), 0
+        state, done = jax.jit(init)(init_key), 0
         if run.resume:
             notify("no checkpoint yet, starting from the first round")
     else:
@@ -132,7 +132,7 @@ def train(
         algorithm,
         setup.task,
         capacity=int(setup.test.size.max()),
-        chunk_size=min(num_clients, training.chunk_size or 8),
+        chunk_size=min(num_clients, training.chunk_size or CHUNK_SIZE),
     )
     log_time("compile", done, started)
     begun = time.perf_counter()

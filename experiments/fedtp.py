@@ -98,6 +98,7 @@ def run(flags: Flags) -> None:
         flags.hypernetwork,
         flags.server,
     )
+    algorithms.check_setting(setting)
     built = [algorithms.REGISTRY[name](setting) for name in names]
     plans = results.plan_all(built, prepared)
     out = setup.open_run(EXPERIMENT, flags, prepared)

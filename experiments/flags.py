@@ -67,7 +67,7 @@ class TrainingFlags:
     client_weight_decay: float = 0.0
     """L2 coefficient of the clients' SGD."""
     chunk_size: int | None = None
-    """Clients trained at a time; unset: chosen for the device."""
+    """Clients trained or evaluated at a time; unset: 8."""
 
 
 @dataclass(frozen=True)

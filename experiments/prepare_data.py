@@ -43,7 +43,7 @@ def run(flags: Flags) -> None:
     """
     kind, _, argument = flags.dataset.partition(":")
     if kind not in _IN_MEMORY:
-        name = kind
+        name = argument if kind == "tfds" else kind
         prepared = prepare.prepare_tfds(name, flags.data_dir)
     else:
         name = flags.name or re.sub(r"\W+", "_", Path(argument).stem or kind).lower()

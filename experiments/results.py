@@ -177,7 +177,7 @@ def results_table(
     has_window = any("window_mean" in s["accuracy"] for s in summaries.values())
     header = ["algorithm", "pooled", "mean", "std", "worst decile", "loss"]
     header += ["window"] if has_window else []
-    header += ["down", "up", "minutes"]
+    header += ["minutes"]
     cells = []
     for outcome in outcomes:
         accuracy = summaries[outcome.algorithm]["accuracy"]
@@ -191,7 +191,6 @@ def results_table(
         if has_window:
             mean, std = accuracy["window_mean"], accuracy["window_std"]
             row.append(f"{100 * mean:.2f} ± {100 * std:.2f}")
-        row += [_human(outcome.plan.bytes_down), _human(outcome.plan.bytes_up)]
         cells.append([*row, f"{outcome.seconds / 60:.1f}"])
     return header, cells
 

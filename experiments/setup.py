@@ -30,6 +30,7 @@ from fedjax_tp.simulation.rounds import cohort_size
 from fedjax_tp.types import InputError
 
 DEFAULT_CLIENTS = 20
+CHUNK_SIZE = 8
 _FEWEST_PATCHES = 16
 
 
@@ -107,11 +108,13 @@ def make_setup(
         make_model(model, image_shape, dataset.num_classes), image_shape
     )
     cohort = cohort_size(parts.num_clients, training.sample_fraction)
+    capacity = max(len(part) for part in parts.train)
     schedule = LocalSchedule(
-        batch_size=training.batch_size,
+        # A batch larger than any client would be padding alone.
+        batch_size=min(training.batch_size, capacity),
         local_epochs=training.local_epochs,
-        capacity=max(len(part) for part in parts.train),
-        chunk_size=min(cohort, training.chunk_size or 8),
+        capacity=capacity,
+        chunk_size=min(cohort, training.chunk_size or CHUNK_SIZE),
     )
     without_test = [i for i, part in enumerate(parts.test) if len(part) == 0]
     notices = dataset.notices
@@ -152,14 +155,14 @@ def make_model(
     flags: ModelFlags, image_shape: tuple[int, ...], num_classes: int
 ) -> nn.Module:
     """The model that the flags ask for, fitted to the images."""
-    if flags.model == "cnn":
-        return LeNet(num_classes)
     height, width, _ = image_shape
     for name in ("dim", "depth", "heads", "head_dim", "mlp_dim"):
         if getattr(flags, name) < 1:
             raise InputError(f"{name} is {getattr(flags, name)}; allowed is 1 or more")
     if not 0 <= flags.dropout < 1:
         raise InputError(f"dropout is {flags.dropout}; allowed is 0 <= dropout < 1")
+    if flags.model == "cnn":
+        return LeNet(num_classes)
     patch_size = flags.patch_size
     if patch_size is None:
         patch_size = _fitting_patch_size(height, width)

@@ -80,7 +80,7 @@ def init_hypernetwork(
     Raises:
       InputError: a size below 1, or a spread that is not a finite number >= 0.
     """
-    _check(config)
+    check_config(config)
     embedding_key, trunk_key, head_key = jax.random.split(key, 3)
     embeddings = jax.random.normal(embedding_key, (num_clients, config.embedding_dim))
     widths = [config.embedding_dim, *[config.hidden] * (config.layers + 1)]
@@ -110,7 +110,8 @@ def init_hypernetwork(
     return Hypernetwork(phi, embeddings)
 
 
-def _check(config: HypernetworkConfig) -> None:
+def check_config(config: HypernetworkConfig) -> None:
+    """Raises InputError for a size that is too small, or a number not finite."""
     smallest = {"embedding_dim": 1, "hidden": 1, "layers": 0}
     smallest |= {"spread": 0, "feature_norm": 0}
     for name, least in smallest.items():
@@ -149,9 +150,12 @@ def _centred_head(
     mean = features.mean(axis=0)
     # A kernel of independent entries with variance s^2 emits differences of variance
     # s^2 * sum_j Var(feature j).
-    feature_std = jnp.sqrt(jnp.sum(jnp.var(features, axis=0)))
+    difference = jnp.sqrt(jnp.sum(jnp.var(features, axis=0)))
+    size = jnp.sqrt(jnp.mean(jnp.sum(features**2, axis=1)))
+    # Clients that the trunk does not tell apart (one client, say) get no larger kernel.
+    difference = jnp.where(difference > 1e-2 * size, difference, size + 1e-6)
     kernel = head["kernel"] / jnp.std(head["kernel"])
-    kernel = kernel * spread * jnp.std(leaf) / jnp.maximum(feature_std, 1e-6)
+    kernel = kernel * spread * jnp.std(leaf) / difference
     return {"kernel": kernel, "bias": leaf.reshape(-1) - mean @ kernel}
 
 
@@ -165,8 +169,9 @@ def _features(
         features = jax.nn.relu(features) @ layer["kernel"] + layer["bias"]
     if not config.feature_norm:
         return features
-    norm = jnp.linalg.norm(features, axis=-1, keepdims=True)
-    return config.feature_norm * features / (norm + 1e-6)
+    # Inside the root, so that a client whose ReLUs are all dead has a gradient of zero.
+    squares = jnp.sum(features**2, axis=-1, keepdims=True)
+    return config.feature_norm * features * jax.lax.rsqrt(squares + 1e-6)
 
 
 def emit(
@@ -186,7 +191,8 @@ def emit(
     features = _features(phi["trunk"], z, config)
 
     def from_head(leaf: Any, head: Params) -> Array:
-        flat = features @ head["kernel"] + head["bias"]
+        product = jnp.matmul(features, head["kernel"], precision="highest")
+        flat = product + head["bias"]
         return flat.reshape(len(z), *leaf.shape)
 
     return jax.tree.map(from_head, template, phi["heads"])

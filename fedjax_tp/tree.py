@@ -77,9 +77,12 @@ def zero_rows_unless(keep: Bool[Array, " rows"], stacked: Tree) -> Tree:
 
 
 def weighted_sum(stacked: Tree, weights: Float[Array, " rows"]) -> Tree:
-    """sum_i weights[i] * row i, leaf by leaf."""
+    """sum_i weights[i] * row i, leaf by leaf, in the leaf's full precision."""
     return jax.tree.map(
-        lambda leaf: jnp.tensordot(weights, leaf, axes=1).astype(leaf.dtype), stacked
+        lambda leaf: jnp.tensordot(weights, leaf, axes=1, precision="highest").astype(
+            leaf.dtype
+        ),
+        stacked,
     )
 
 

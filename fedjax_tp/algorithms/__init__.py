@@ -19,7 +19,7 @@ from fedjax_tp.algorithms.fedavg import fedavg
 from fedjax_tp.algorithms.fedtp import fedtp
 from fedjax_tp.algorithms.fedtp_vanilla import fedtp_vanilla
 from fedjax_tp.algorithms.local import local
-from fedjax_tp.hypernetwork import HypernetworkConfig
+from fedjax_tp.hypernetwork import HypernetworkConfig, check_config
 from fedjax_tp.models.task import Task
 from fedjax_tp.types import InputError
 
@@ -54,10 +54,19 @@ class Setting(NamedTuple):
     hypernetwork_optimizer: HypernetworkOptimizer = HypernetworkOptimizer()
 
 
-def _fedtp(setting: Setting) -> Algorithm:
-    server = setting.hypernetwork_optimizer
+def check_setting(setting: Setting) -> None:
+    """Raises InputError for a value that some registered algorithm would refuse."""
+    client, server = setting.client, setting.hypernetwork_optimizer
+    sgd(client.lr, client.momentum, client.weight_decay)
+    for lr in (server.lr, server.embedding_lr):
+        sgd(lr, server.momentum, server.weight_decay)
     if not 0 <= server.clip < float("inf"):
         raise InputError(f"hypernetwork clip is {server.clip}; allowed is 0 or more")
+    check_config(setting.hypernetwork)
+
+
+def _fedtp(setting: Setting) -> Algorithm:
+    server = setting.hypernetwork_optimizer
     clip = [optax.clip_by_global_norm(server.clip)] if server.clip else []
     phi_sgd = sgd(server.lr, server.momentum, server.weight_decay)
     return fedtp(
@@ -108,6 +117,7 @@ __all__ = [
     "Message",
     "Setting",
     "Update",
+    "check_setting",
     "client_update",
     "fedavg",
     "fedtp",

@@ -104,7 +104,7 @@ class ClientOptimizer:
       weight_decay: L2 coefficient, added to the gradient before momentum.
     """
 
-    lr: float = 0.05
+    lr: float = 0.02
     momentum: float = 0.9
     weight_decay: float = 0.0
 

@@ -219,27 +219,38 @@ def _tfds(
         )
     import tensorflow_datasets as tfds
 
-    builder = tfds.builder_from_directory(str(folder))
+    try:
+        builder = tfds.builder_from_directory(str(folder))
+    except Exception as error:
+        raise InputError(
+            f"cannot read {folder} as a TFDS set: {first_line(error)}"
+        ) from None
     if not {"train", "test"} <= set(builder.info.splits):
         raise InputError(
             f"dataset {name} has splits {sorted(builder.info.splits)}; "
             "train and test are needed"
         )
     features = builder.info.features
-    if not {"image", "label"} <= features.keys():
+    if not {"image", "label"} <= features.keys() or not hasattr(
+        features["label"], "names"
+    ):
         raise InputError(
-            f"dataset {name} has features {sorted(features)}; image and label needed"
+            f"dataset {name} has features {sorted(features)}; an image, and a label "
+            "that is a ClassLabel, are needed"
         )
     read = {}
     for split in ("train", "test"):
         try:
-            source = builder.as_data_source(split)
+            read[split] = _columns(builder.as_data_source(split))
         except NotImplementedError:
             raise InputError(
                 f"dataset {name} in {data_dir} is not array_record; "
                 f"`{command} --data-dir DIR` prepares it so"
             ) from None
-        read[split] = _columns(source)
+        except Exception as error:
+            raise InputError(
+                f"cannot read {split} of {folder}: {first_line(error)}"
+            ) from None
     superclass = None
     if "coarse_label" in features:
         superclass = np.zeros(features["label"].num_classes, np.int32)
@@ -321,32 +332,49 @@ def _npz(name: str, path: str, data_dir: str | None) -> Dataset:
     return _dataset(name, images[0], classes[0], images[1], classes[1], **rest)
 
 
+_UNREADABLE = (
+    OSError,
+    ValueError,
+    TypeError,
+    EOFError,
+    RuntimeError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an error says, or its kind if it says nothing."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
 def _read_npz(path: str) -> dict[str, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as archive:
             return dict(archive)
     except FileNotFoundError:
         raise InputError(f"dataset file {path} does not exist") from None
-    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
-        reason = str(error).splitlines()[0]
+    except _UNREADABLE as error:
         raise InputError(
-            f"cannot read {path} as an .npz of plain number arrays: {reason}"
+            f"cannot read {path} as an .npz of plain number arrays: {first_line(error)}"
         ) from None
 
 
 def _check_images(x: np.ndarray, place: str) -> Images:
-    if x.dtype.kind not in "uif" or x.ndim not in (3, 4):
+    if x.dtype.kind not in "uif" or x.ndim not in (3, 4) or 0 in x.shape[1:]:
         raise InputError(
             f"{place} is {x.dtype} with shape {x.shape}; allowed are numbers "
             "[examples, height, width] or [examples, height, width, channels]"
         )
-    if x.dtype.kind == "f":
-        if not np.isfinite(x).all():
-            bad = int(np.argmin(np.isfinite(x.reshape(len(x), -1)).all(axis=1)))
-            raise InputError(f"{place} has NaN or infinite pixels (example {bad})")
-        x = x.astype(np.float32)
-    elif x.dtype != np.uint8:
-        x = x.astype(np.float32)
+    if x.dtype != np.uint8:
+        with np.errstate(over="ignore"):
+            x = x.astype(np.float32)
+        finite = np.isfinite(x).reshape(len(x), -1).all(axis=1)
+        if not finite.all():
+            raise InputError(
+                f"{place} has pixels that are NaN, infinite or beyond float32 "
+                f"(example {np.argmin(finite)})"
+            )
     return x if x.ndim == 4 else x[..., None]
 
 
@@ -374,6 +402,9 @@ def _check_labels(y: np.ndarray, place: str) -> Int[np.ndarray, " examples"]:
 
 
 _IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"}
+
+
+_IMAGE_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 
 
 def _folder(name: str, path: str, data_dir: str | None) -> Dataset:
@@ -432,6 +463,11 @@ def _read_images(files: list[Path]) -> tuple[Images, tuple[str, ...]]:
     def decode(file: Path) -> np.ndarray:
         try:
             with Image.open(file) as image:
+                if image.mode not in _IMAGE_MODES:
+                    raise InputError(
+                        f"image {file} has mode {image.mode}; allowed are "
+                        f"{', '.join(_IMAGE_MODES)} (8 bits a channel)"
+                    )
                 grey = image.mode in ("1", "L", "LA")
                 # By way of RGBA, so that a palette with transparency is read right.
                 if grey:

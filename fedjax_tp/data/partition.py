@@ -142,7 +142,7 @@ def _dirichlet_counts(request: Request, rng: np.random.Generator) -> Counts:
     class_sizes = np.bincount(request.labels, minlength=request.num_classes)
     counts = np.zeros((request.num_clients, request.num_classes), int)
     equal_part = class_sizes.sum() / request.num_clients
-    for label in rng.permutation(request.num_classes):
+    for label in rng.permutation(np.flatnonzero(class_sizes)):
         open_clients = counts.sum(axis=1) < equal_part
         draw = rng.dirichlet(np.full(request.num_clients, request.alpha))
         shares = np.where(open_clients, draw, 0.0)
@@ -358,6 +358,12 @@ def read_partition(
         raise InputError(
             f"partition file {path} must hold an object with the lists train and test"
         )
+    made_for = content.get("examples", {"train": num_train, "test": num_test})
+    if made_for != {"train": num_train, "test": num_test}:
+        raise InputError(
+            f"partition file {path} was made for {made_for} examples; this data has "
+            f"{num_train} for training and {num_test} for test"
+        )
     train = _index_lists(content["train"], num_train, f"{path}: train")
     test = _index_lists(content["test"], num_test, f"{path}: test")
     if len(train) != len(test):
@@ -382,13 +388,13 @@ def _index_lists(lists: Any, limit: int, place: str) -> tuple[NumpyInts, ...]:
         good = isinstance(part, list) and all(type(index) is int for index in part)
         if not good:
             raise InputError(f"{place}, client {client}: must be a list of integers")
-        indices = np.array(part, int)
-        outside = indices[(indices < 0) | (indices >= limit)]
-        if len(outside):
+        outside = [index for index in part if not 0 <= index < limit]
+        if outside:
             raise InputError(
                 f"{place}, client {client}: index {outside[0]}; allowed are 0 to "
                 f"{limit - 1}"
             )
+        indices = np.array(part, int)
         twice = indices[used[indices]]
         if len(twice) or len(np.unique(indices)) < len(indices):
             raise InputError(f"{place}, client {client}: an index is used twice")

@@ -6,6 +6,7 @@ does not restore to the same sums is set aside and the one before is used.
 
 import itertools
 import logging
+import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from fedjax_tp import tree
+from fedjax_tp.data.catalog import first_line
 from fedjax_tp.types import Tree
 
 DAMAGED = ".damaged"
@@ -38,8 +41,9 @@ def _checksum(leaf: jax.Array) -> int:
 
 
 def _manager(folder: Path, keep: int) -> ocp.CheckpointManager:
-    # Orbax reports its own housekeeping at warning level; failures raise.
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    # Orbax reports its housekeeping as warnings, and failures that it raises as well.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     options = ocp.CheckpointManagerOptions(
         max_to_keep=keep, enable_async_checkpointing=False, create=True
     )
@@ -53,6 +57,13 @@ def save(folder: Path, state: Tree, round_index: int, *, keep: int = 3) -> None:
       OSError: it could not be saved; earlier checkpoints are as they were.
     """
     leaves = _by_path(state)
+    folder.mkdir(parents=True, exist_ok=True)
+    needed, free = tree.num_bytes(state), shutil.disk_usage(folder).free
+    if needed > free:
+        raise OSError(
+            f"cannot save round {round_index} in {folder}: it needs {needed:,} bytes, "
+            f"the disk has {free:,} left"
+        )
     content = {
         "round": round_index,
         "checksums": {path: _checksum(leaf) for path, leaf in leaves.items()},
@@ -68,9 +79,8 @@ def save(folder: Path, state: Tree, round_index: int, *, keep: int = 3) -> None:
             )
             manager.wait_until_finished()
     except Exception as error:
-        reason = str(error).splitlines()[0][:200]
         raise OSError(
-            f"cannot save round {round_index} in {folder}: {reason}"
+            f"cannot save round {round_index} in {folder}: {first_line(error)}"
         ) from error
 
 
@@ -99,7 +109,7 @@ def restore(
         try:
             state = _restore_round(folder, shapes, round_index)
         except Exception as error:
-            failures.append((step, str(error).splitlines()[0][:120]))
+            failures.append((step, first_line(error)))
             continue
         for damaged, reason in failures:
             aside = _set_aside(damaged)

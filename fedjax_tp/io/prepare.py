@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_tp.data.catalog import Dataset
+from fedjax_tp.data.catalog import Dataset, first_line
 from fedjax_tp.types import InputError
 
 VERSION = "1.0.0"
@@ -36,7 +36,10 @@ def prepare_tfds(name: str, data_dir: Path) -> Path:
         )
     except tfds.core.DatasetNotFoundError:
         raise InputError(f"TFDS knows no dataset {name!r}") from None
-    builder.download_and_prepare()
+    try:
+        builder.download_and_prepare()
+    except Exception as error:
+        raise OSError(f"cannot prepare {name}: {first_line(error)}") from error
     return Path(builder.data_path)
 
 

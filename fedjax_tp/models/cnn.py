@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_tp.models.attention import Linear
-from fedjax_tp.types import Array, Float
+from fedjax_tp.types import Array, Float, InputError
 
 _KERNEL = 5
 
@@ -66,6 +66,11 @@ class LeNet(nn.Module):
         *,
         deterministic: bool = True,
     ) -> Float[Array, "batch classes"]:
+        if min(images.shape[1:3]) < 4:
+            raise InputError(
+                f"images are {images.shape[1]}x{images.shape[2]}; the cnn needs 4x4 or "
+                "more"
+            )
         margin = _KERNEL // 2 if min(images.shape[1:3]) < 16 else 0
         x = images
         for layer, features in enumerate((16, 32)):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from fedjax_tp.models.attention import Linear, SelfAttention
 from fedjax_tp.types import Array, Float, InputError
 
-# Both frameworks' default differs; FedTP's layers use this one.
+# Flax's default is another; FedTP's layers use this one.
 LAYER_NORM_EPSILON = 1e-5
 
 

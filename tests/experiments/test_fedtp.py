@@ -329,7 +329,7 @@ def test_bad_flags_are_refused_before_anything_runs(
     [
         ({"y_train": np.arange(40) % 4 + 0.5}, "labels must be integers"),
         ({"y_train": np.arange(39) % 4}, "must be equal"),
-        ({"x_train": np.full((40, 8, 8, 1), np.nan)}, "NaN or infinite"),
+        ({"x_train": np.full((40, 8, 8, 1), np.nan)}, "pixels that are NaN"),
         ({"y_train": np.array([None] * 40)}, "plain number arrays"),
     ],
 )
