@@ -1,8 +1,11 @@
 """Flags in, exit codes out: what every experiment's command line has in common."""
 
 import argparse
+import contextlib
 import dataclasses
+import io
 import sys
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,19 +71,27 @@ def parse(
     argv: Sequence[str] | None,
     description: str,
     prog: str,
+    normalize: Callable[[Any], Any] = lambda flags: flags,
 ) -> Any:
     """Reads the command line on top of a preset, or of the run to be resumed.
+
+    Args:
+      defaults: the flags when nothing is given.
+      presets: flag values by preset name.
+      argv: the arguments; None for those of the process.
+      description, prog: for `--help`.
+      normalize: applied to the flags before they are compared with those of the run.
 
     Raises:
       InputError: `--resume` without `--out`, or with flags that contradict the run.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--preset", default="default")
-    early.add_argument("--out", default=None)
+    early.add_argument("--preset", nargs="?", default="default")
+    early.add_argument("--out", nargs="?", default=None)
     early.add_argument("--resume", action="store_true")
     known, _ = early.parse_known_args(argv)
-    saved: dict[str, Any] = {}
+    saved: dict[str, Any] | None = None
     if known.resume:
         if known.out is None:
             raise InputError(
@@ -88,23 +99,74 @@ def parse(
             )
         config = Path(known.out) / "config.json"
         if config.is_file():
-            saved = _saved_flags(config)
+            saved = _saved_flags(config, defaults)
         elif Path(known.out).is_dir() and not is_empty(Path(known.out)):
             raise InputError(f"out {known.out} holds no run to resume (no config.json)")
-    defaults = with_values(defaults, saved or presets.get(known.preset, {}))
-    flags = tyro.cli(
-        type(defaults), prog=prog, description=description, args=argv, default=defaults
-    )
-    if saved:
+    values = presets.get(known.preset, {}) if saved is None else saved
+    defaults = with_values(defaults, values)
+    flags = normalize(tyro_cli(type(defaults), argv, description, prog, defaults))
+    if saved is not None:
         _refuse_contradictions(saved, to_flat(flags), known.out)
     return flags
 
 
-def _saved_flags(config: Path) -> dict[str, Any]:
+def tyro_cli(
+    kind: type, argv: Sequence[str] | None, description: str, prog: str, default: Any
+) -> Any:
+    """`tyro.cli`, with what it finds wrong as one line instead of a box.
+
+    Raises:
+      InputError: a flag that does not exist, or a value that it cannot hold.
+    """
+    boxed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(boxed):
+            return tyro.cli(
+                kind, prog=prog, description=description, args=argv, default=default
+            )
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        lines = [line.strip("│ ") for line in boxed.getvalue().splitlines()]
+        words = " ".join(line for line in lines if line and line[0] not in "╭╰─")
+        raise InputError(words or "bad flags") from None
+
+
+def _saved_flags(config: Path, defaults: Any) -> dict[str, Any]:
     content = read_json(config)
     if not isinstance(content, dict) or not isinstance(content.get("flags"), dict):
         raise InputError(f"{config} holds no flags; it is not the config of a run")
-    return content["flags"]
+    saved, known, hints = content["flags"], to_flat(defaults), _hints(type(defaults))
+    for name in known:
+        if name not in saved or not _fits(saved[name], hints[name]):
+            raise InputError(
+                f"{config}: flag {name} is {saved.get(name, 'not there')!r}; it is not "
+                "the config of a run of this version"
+            )
+    return {name: saved[name] for name in known}
+
+
+def _hints(kind: Any, prefix: str = "") -> dict[str, Any]:
+    """The type of each flag, by the names of `to_flat`."""
+    hints: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):
+        hint = typing.get_type_hints(kind)[field.name]
+        if dataclasses.is_dataclass(hint):
+            inner = f"{field.name}." if _has_prefix(field) else ""
+            hints |= _hints(hint, prefix + inner)
+        else:
+            hints[prefix + field.name] = hint
+    return hints
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if typing.get_origin(hint) is typing.Literal:
+        return value in typing.get_args(hint)
+    if isinstance(value, bool) or hint is bool:
+        return isinstance(value, bool) and hint is bool
+    if hint is float:
+        return isinstance(value, int | float)
+    return isinstance(value, hint)
 
 
 def _refuse_contradictions(

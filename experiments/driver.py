@@ -94,6 +94,9 @@ def train(
     def notify(text: str) -> None:
         print(f"{name}: {text}", flush=True)
 
+    def is_own(row: dict[str, Any]) -> bool:
+        return row["algorithm"] == name
+
     restored = checkpoints.restore(checkpoint_folder, jax.eval_shape(init, key), notify)
     if restored is None:
         state, done = jax.jit(init)(init_key), 0
@@ -102,18 +105,21 @@ def train(
     else:
         state, done = restored
         notify(f"going on after round {done}, from {checkpoint_folder / str(done)}")
-    if done > training.rounds:
-        raise InputError(
-            f"rounds is {training.rounds}, but {name} in {out} has done {done}; "
-            f"allowed is {done} or more"
-        )
     metrics_file, timing_file = out / "metrics.jsonl", out / "timing.jsonl"
     metrics.rewrite_rows(
         metrics_file,
         lambda rows: [
-            row for row in rows if row["algorithm"] != name or row["round"] <= done
+            _as_if_longer(row, training, run) if is_own(row) else row
+            for row in rows
+            if not is_own(row) or row["round"] <= done
         ],
     )
+    own = [row["round"] for row in metrics.read_rows(metrics_file) if is_own(row)]
+    if own != list(range(1, done + 1)):
+        raise InputError(
+            f"{metrics_file} lacks rounds of {name}, of which {done} are done; the run "
+            "cannot go on without them"
+        )
 
     def log_time(event: str, round_index: int, started: float, **more: Any) -> float:
         seconds = time.perf_counter() - started
@@ -135,7 +141,6 @@ def train(
         chunk_size=min(num_clients, training.chunk_size or CHUNK_SIZE),
     )
     log_time("compile", done, started)
-    begun = time.perf_counter()
     rounds_a_call = 1
     shown = ""
     with (
@@ -188,8 +193,17 @@ def train(
         by_client,
         evaluation.summarize(by_client),
         np.asarray(state.participations),
-        time.perf_counter() - begun,
+        sum(r["seconds"] for r in metrics.read_rows(timing_file) if is_own(r)),
     )
+
+
+def _as_if_longer(
+    row: dict[str, Any], training: TrainingFlags, run: RunFlags
+) -> dict[str, Any]:
+    """Without the evaluation that only the last round of a shorter run had."""
+    is_due = row["round"] % run.eval_every == 0 or row["round"] == training.rounds
+    figures = () if is_due else ("accuracy", "loss")
+    return {key: value for key, value in row.items() if key not in figures}
 
 
 def round_rows(

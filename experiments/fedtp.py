@@ -83,7 +83,6 @@ def run(flags: Flags) -> None:
       Interrupted: told to stop; what was done is saved.
     """
     console = results.make_console()
-    flags = replace(flags, data=setup.absolute_paths(flags.data))
     names = algorithms.resolve(flags.training.algorithms)
     setup.check_flags(flags.data, flags.training, flags.run)
     prepared = setup.make_setup(flags.data, flags.model, flags.training, flags.run)
@@ -114,7 +113,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     return cli.run_main(
         lambda: run(
-            cli.parse(Flags(), PRESETS, argv, __doc__ or "", "experiments.fedtp")
+            cli.parse(
+                Flags(),
+                PRESETS,
+                argv,
+                __doc__ or "",
+                "experiments.fedtp",
+                lambda flags: replace(flags, data=setup.absolute_paths(flags.data)),
+            )
         )
     )
 

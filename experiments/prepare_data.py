@@ -63,11 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     return cli.run_main(
         lambda: run(
-            tyro.cli(
-                Flags,
-                args=argv,
-                prog="experiments.prepare_data",
-                description=__doc__,
+            cli.tyro_cli(
+                Flags, argv, __doc__ or "", "experiments.prepare_data", tyro.MISSING
             )
         )
     )

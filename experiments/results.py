@@ -199,7 +199,14 @@ def left_out_notices(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Says which clients were left out of averages, when, and by which algorithm."""
     notices = []
     for name in dict.fromkeys(row["algorithm"] for row in rows):
-        hit = [r for r in rows if r["algorithm"] == name and r["left_out"]]
+        own = [row for row in rows if row["algorithm"] == name]
+        hit = [row for row in own if row["left_out"]]
+        counted = [len(row["left_out"]) < len(row["clients"]) for row in own[-3:]]
+        if hit and not any(counted):
+            notices.append(
+                f"{name}: no client counted in the last rounds; the server's state has "
+                "diverged (lower --client-lr or --server.lr)"
+            )
         if hit:
             clients = sorted({client for row in hit for client in row["left_out"]})
             named = ", ".join(map(str, clients[:20])) + (

@@ -7,6 +7,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import zlib
 from collections.abc import Sequence
 from datetime import datetime
 from importlib.metadata import version
@@ -21,7 +22,7 @@ from experiments.cli import to_flat
 from experiments.flags import DataFlags, ModelFlags, RunFlags, TrainingFlags
 from fedjax_tp.data import catalog, partition
 from fedjax_tp.data.federated import FederatedDataset, federate
-from fedjax_tp.io import folder
+from fedjax_tp.io import folder, metrics
 from fedjax_tp.models import task as tasks
 from fedjax_tp.models.cnn import LeNet
 from fedjax_tp.models.vit import ViT, check_patch_size
@@ -220,23 +221,49 @@ def open_run(experiment: str, flags: Any, setup: Setup) -> Path:
     """
     run: RunFlags = flags.run
     out = _new_folder(setup.dataset.name) if run.out is None else Path(run.out)
-    if not folder.open_folder(out, resume=run.resume):
+    if folder.open_folder(out, resume=run.resume):
+        _allow_more_rounds(out, flags.training.rounds)
+    else:
         # The config comes first: a run that is killed now can be resumed.
         write_config(out, experiment, flags)
     saved = out / "partition.json"
     sizes = (len(setup.dataset.y_train), len(setup.dataset.y_test))
+    content = {
+        "dataset": setup.dataset.name,
+        "examples": {"train": sizes[0], "test": sizes[1]},
+        "checksum": _checksum(setup.dataset),
+        "train": [part.tolist() for part in setup.partition.train],
+        "test": [part.tolist() for part in setup.partition.test],
+    }
     if not saved.exists():
-        folder.write_partition(saved, setup.partition, setup.dataset.name, sizes)
-    elif not _same_partition(partition.read_partition(saved, *sizes), setup.partition):
+        folder.write_text(saved, json.dumps(content) + "\n")
+    elif folder.read_json(saved) != content:
         raise InputError(f"the data or its partition is no longer that of {saved}")
     return out
 
 
-def _same_partition(a: partition.Partition, b: partition.Partition) -> bool:
-    return a.num_clients == b.num_clients and all(
-        np.array_equal(x, y)
-        for x, y in zip(a.train + a.test, b.train + b.test, strict=True)
+def _allow_more_rounds(out: Path, rounds: int) -> None:
+    """Notes in `config.json` how many rounds the run now has."""
+    done = max(
+        (r["round"] for r in metrics.read_rows(out / "metrics.jsonl")), default=0
     )
+    if done > rounds:
+        raise InputError(
+            f"rounds is {rounds}, but the run in {out} has done {done}; allowed is "
+            f"{done} or more"
+        )
+    config = folder.read_json(out / "config.json")
+    config["flags"]["rounds"] = rounds
+    folder.write_json(out / "config.json", config)
+
+
+def _checksum(dataset: catalog.Dataset) -> int:
+    """CRC-32 of all images and labels."""
+    arrays = (dataset.x_train, dataset.y_train, dataset.x_test, dataset.y_test)
+    total = 0
+    for array in arrays:
+        total = zlib.crc32(np.ascontiguousarray(array).data, total)
+    return total
 
 
 def _new_folder(dataset: str) -> Path:

@@ -77,7 +77,7 @@ def objective(hyper, ids, targets, weights, config):
 @pytest.fixture(params=["paper", "model"])
 def problem(request):
     norm = 2.0 if request.param == "model" else 0.0
-    config = HypernetworkConfig(3, 5, 2, request.param, spread=0.5, feature_norm=norm)
+    config = HypernetworkConfig(3, 16, 2, request.param, spread=0.5, feature_norm=norm)
     hyper = init_hypernetwork(KEY, TEMPLATE, 4, config)
     ids = [2, 0]
     rng = np.random.default_rng(0)
@@ -137,6 +137,33 @@ def test_gradients_summed_client_by_client_are_the_same(problem):
         np.testing.assert_allclose(one.z[0], whole.z[i], atol=1e-5)
     for a, b in zip(jax.tree.leaves(whole.phi), jax.tree.leaves(summed), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_a_client_whose_relus_are_all_dead_has_a_finite_gradient():
+    config = HypernetworkConfig(3, 2, 1, start="model", feature_norm=7.0)
+    hyper = init_hypernetwork(KEY, TEMPLATE, 64, config)
+    ids = jnp.arange(64)
+    emitted = emit_rows(hyper, ids, TEMPLATE, config)
+    dead = jnp.all(emitted["a"].reshape(64, -1) == hyper.phi["heads"]["a"]["bias"], 1)
+    assert dead.any()
+    targets = jax.tree.map(jnp.zeros_like, emitted)
+    grads = pull_back(hyper, ids, targets, jnp.full(64, 1 / 64), TEMPLATE, config)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+
+
+@pytest.mark.parametrize(("num_clients", "hidden"), [(1, 100), (5, 1)])
+def test_clients_that_look_alike_start_and_step_as_others_do(num_clients, hidden):
+    own = {"w": 0.05 * jax.random.normal(KEY, (500,))}
+    config = HypernetworkConfig(hidden=hidden)
+    hyper = init_hypernetwork(KEY, own, num_clients, config)
+    ids = jnp.zeros(1, int)
+    before = emit_rows(hyper, ids, own, config)
+    assert abs(before["w"] - own["w"]).max() < 1.0
+    target = jax.tree.map(lambda leaf: leaf + 0.01, before)
+    grads = pull_back(hyper, ids, target, jnp.ones(1), own, config)
+    phi = jax.tree.map(lambda p, g: p - 0.01 * g, hyper.phi, grads.phi)
+    after = emit_rows(hyper._replace(phi=phi), ids, own, config)
+    assert abs(after["w"] - before["w"]).max() < 0.05
 
 
 def test_a_client_with_weight_zero_changes_nothing(problem):

@@ -13,6 +13,11 @@ def test_the_python_in_the_readme_runs(capsys):
     assert re.search(r"pooled accuracy 0\.\d+", printed)
 
 
+def test_no_figure_is_missing():
+    notes = (Path(__file__).parent.parent / "BUILD_NOTES.md").read_text()
+    assert not re.search(r"@[A-Z_]+@", README + notes)
+
+
 def test_every_experiment_is_in_the_table():
     from experiments.__main__ import describe
 

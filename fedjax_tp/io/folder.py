@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedjax_tp.data.partition import Partition
 from fedjax_tp.types import InputError
 
 _PARTIAL = ".partial"
@@ -76,19 +75,6 @@ def open_folder(folder: Path, *, resume: bool) -> bool:
     if not (folder / "config.json").is_file():
         raise InputError(f"out {folder} holds no run to resume (no config.json)")
     return True
-
-
-def write_partition(
-    path: Path, partition: Partition, dataset: str, examples: tuple[int, int]
-) -> None:
-    """Writes index lists in the format that `--partition file:PATH` reads."""
-    content = {
-        "dataset": dataset,
-        "examples": {"train": examples[0], "test": examples[1]},
-        "train": [part.tolist() for part in partition.train],
-        "test": [part.tolist() for part in partition.test],
-    }
-    write_text(path, json.dumps(content) + "\n")
 
 
 def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_tp.io.folder import write_text
+from fedjax_tp.types import InputError
 
 Row = dict[str, Any]
 
@@ -26,15 +27,27 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All complete rows; a last line that was cut short is left out."""
+    """All complete rows; a last line that was cut short is left out.
+
+    Raises:
+      InputError: any other line is not a row of a round of an algorithm.
+    """
     if not path.exists():
         return []
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
+    lines = path.read_bytes().splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        if number == len(lines) and not line.endswith(b"\n"):
             break
+        try:
+            row = json.loads(line)
+            if not (
+                isinstance(row["algorithm"], str) and isinstance(row["round"], int)
+            ):
+                raise ValueError
+        except (ValueError, TypeError, KeyError):
+            raise InputError(f"{path}, line {number}, is damaged") from None
+        rows.append(row)
     return rows
 
 

@@ -15,13 +15,24 @@ from fedjax_tp.types import InputError
 
 def test_rows_come_back_and_a_line_cut_short_is_left_out(tmp_path):
     path = tmp_path / "m.jsonl"
-    metrics.append_rows(path, [{"round": 1}, {"round": 2}])
-    metrics.append_rows(path, [{"round": 3}])
+    rows = [{"algorithm": "x", "round": i} for i in (1, 2, 3)]
+    metrics.append_rows(path, rows[:2])
+    metrics.append_rows(path, rows[2:])
     with path.open("a") as file:
         file.write('{"round": 4, "accu')
-    assert [row["round"] for row in metrics.read_rows(path)] == [1, 2, 3]
-    metrics.rewrite_rows(path, lambda rows: rows[:2])
-    assert path.read_text() == '{"round": 1}\n{"round": 2}\n'
+    assert metrics.read_rows(path) == rows
+    metrics.rewrite_rows(path, lambda rows: rows[:1])
+    assert path.read_text() == '{"algorithm": "x", "round": 1}\n'
+
+
+@pytest.mark.parametrize("line", [b"cut {\n", b'{"round": 1}\n', b"\xff\n", b"[]\n"])
+def test_a_damaged_row_is_named_and_nothing_is_lost(tmp_path, line):
+    path = tmp_path / "m.jsonl"
+    good = b'{"algorithm": "x", "round": 2}\n'
+    path.write_bytes(line + good)
+    with pytest.raises(InputError, match="line 1, is damaged"):
+        metrics.rewrite_rows(path, lambda rows: rows)
+    assert path.read_bytes() == line + good
 
 
 def test_nan_never_reaches_a_file(tmp_path):
