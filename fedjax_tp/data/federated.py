@@ -108,6 +108,8 @@ def gather(
       mask: False where a place is padding.
     """
     start = data.start.at[client].get(mode="clip")
-    rows = jnp.where(mask, start + places, 0)
+    # Padding repeats the client's own first example: a pixel that is not finite must
+    # not reach another client, where even a masked loss has a gradient of NaN.
+    rows = start + jnp.where(mask, places, 0)
     x = data.x[rows].astype(jnp.float32)
     return Batch((x - data.mean) / data.std, data.y[rows], mask)

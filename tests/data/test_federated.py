@@ -38,6 +38,15 @@ def test_a_gather_gives_the_clients_normalized_examples():
     assert np.isfinite(batch.x).all()
 
 
+def test_padding_holds_nothing_of_another_client():
+    data = federate_sizes([4, 3])
+    mask = jnp.array([True, False, False])
+    batch = federated.gather(data, jnp.array(1), jnp.array([2, 7, 9]), mask)
+    own = (np.asarray(data.x)[4].astype(np.float32) - 60) / 70
+    np.testing.assert_allclose(batch.x[1], own, rtol=1e-6)
+    np.testing.assert_allclose(batch.x[2], own, rtol=1e-6)
+
+
 def test_a_padded_client_has_no_examples():
     data = federate_sizes([4, 3])
     sizes = federated.client_sizes(data, jnp.array([1, 2, 0]))
