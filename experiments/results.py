@@ -46,21 +46,36 @@ def print_plan(
         f"{setup.schedule.chunk_size} clients at a time, on "
         f"{jax.devices()[0].device_kind}",
     )
-    table = Table(title="plan", title_justify="left")
-    for column in ("algorithm", "client", "hypernetwork", "down", "up", "memory"):
-        table.add_column(column, justify="left" if column == "algorithm" else "right")
-    for name, plan in plans.items():
-        table.add_row(
+    _show(console, plan_table(plans))
+    for notice in setup.notices:
+        console.print(f"note: {notice}")
+
+
+def plan_table(plans: dict[str, Plan]) -> report.Table:
+    """Parameters, bytes a client and round, and memory of each algorithm."""
+    header = ["algorithm", "client", "hypernetwork", "down", "up", "memory"]
+    cells = [
+        [
             name,
             f"{plan.client_parameters:,}",
             f"{plan.hypernetwork_parameters:,}",
             _human(plan.bytes_down),
             _human(plan.bytes_up),
             _human(plan.memory_bytes),
-        )
-    console.print(table)
-    for notice in setup.notices:
-        console.print(f"note: {notice}")
+        ]
+        for name, plan in plans.items()
+    ]
+    title = "Parameters, bytes a client and round, memory (estimated)"
+    return report.Table(title, header, cells)
+
+
+def _show(console: Console, table: report.Table) -> None:
+    shown = Table(title=table.title, title_justify="left")
+    for column in table.header:
+        shown.add_column(column, justify="left" if column == "algorithm" else "right")
+    for row in table.rows:
+        shown.add_row(*row)
+    console.print(shown)
 
 
 def _human(num_bytes: float) -> str:
@@ -113,13 +128,8 @@ def write_results(
     )
     folder.write_csv(out / "clients.csv", client_rows(setup, outcomes))
     pictures = draw(out, setup, outcomes, rows)
-    header, cells = results_table(outcomes, summaries)
-    table = Table(title="test accuracy, %", title_justify="left")
-    for column in header:
-        table.add_column(column, justify="left" if column == "algorithm" else "right")
-    for row in cells:
-        table.add_row(*row)
-    console.print(table)
+    accuracy = results_table(outcomes, summaries)
+    _show(console, accuracy)
     notices = [*setup.notices, *left_out_notices(rows)]
     for notice in notices[len(setup.notices) :]:
         console.print(f"note: {notice}")
@@ -132,7 +142,7 @@ def write_results(
             f"examples, {sizes.min()} to {sizes.max()} a client; seed {run.seed}. "
             "Pooled is over all test examples, the other figures are over clients."
         ),
-        tables=[report.Table("Test accuracy, %", header, cells)],
+        tables=[accuracy, plan_table({o.algorithm: o.plan for o in outcomes})],
         pictures=pictures,
         notices=notices,
         command=command_line(experiment),
@@ -172,8 +182,8 @@ def _summary_entry(
 
 def results_table(
     outcomes: Sequence[Outcome], summaries: dict[str, dict[str, Any]]
-) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the table that is printed and reported."""
+) -> report.Table:
+    """The table that is printed and reported."""
     has_window = any("window_mean" in s["accuracy"] for s in summaries.values())
     header = ["algorithm", "pooled", "mean", "std", "worst decile", "loss"]
     header += ["window"] if has_window else []
@@ -192,7 +202,7 @@ def results_table(
             mean, std = accuracy["window_mean"], accuracy["window_std"]
             row.append(f"{100 * mean:.2f} ± {100 * std:.2f}")
         cells.append([*row, f"{outcome.seconds / 60:.1f}"])
-    return header, cells
+    return report.Table("Test accuracy, %", header, cells)
 
 
 def left_out_notices(rows: Sequence[dict[str, Any]]) -> list[str]:
