@@ -22,6 +22,9 @@ class DataFlags:
     """Clients; 20 unless a preset or a partition file says otherwise."""
     min_examples: int = 10
     """Training examples every client has at least (dirichlet, quantity)."""
+    validation: bool = False
+    """Measure on a fifth of the training examples, held out, instead of the test
+    split: for choosing settings."""
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,8 @@ def make_setup(
       InputError: anything that the data, the partition or the model does not allow.
     """
     dataset = catalog.load(data.dataset, data.data_dir)
+    if data.validation:
+        dataset = catalog.hold_out(dataset)
     parts = deal_to_clients(data, dataset, run.seed)
     train = federate(dataset, "train", parts.train)
     test = federate(dataset, "test", parts.test)

@@ -247,3 +247,13 @@ def test_a_truncated_idx_file_is_refused(tmp_path):
         (tmp_path / f"{name}-ubyte.gz").write_bytes(b"\x1f\x8b broken")
     with pytest.raises(InputError, match="not a complete IDX file"):
         catalog.load("fashion_mnist", str(tmp_path))
+
+
+def test_validation_examples_come_from_the_training_split(tmp_path, arrays):
+    dataset = catalog.load(save(tmp_path / "a.npz", **arrays))
+    held = catalog.hold_out(dataset)
+    both = np.concatenate([held.x_train, held.x_test])
+    assert sorted(x.tobytes() for x in both) == sorted(
+        x.tobytes() for x in dataset.x_train
+    )
+    assert np.bincount(held.y_test).tolist() == [2, 2, 2]
