@@ -27,7 +27,9 @@ class HypernetworkConfig:
     Attributes:
       embedding_dim: length of a client's embedding.
       hidden: width of the trunk.
-      layers: ReLU layers of the trunk after the first linear one.
+      layers: ReLU layers of the trunk after the first linear one. Each makes the
+        features of different clients more alike, and an update of one client then
+        disturbs the others more.
       start: what is emitted before training. `paper`: all layers as in FedTP's code, so
         that emitted weights are random and nearly the same for all clients. `model`:
         the model's own initial weights, plus differences between clients of `spread`
@@ -39,9 +41,9 @@ class HypernetworkConfig:
         missing; 0 leaves it as it is, as the paper does.
     """
 
-    embedding_dim: int = 32
-    hidden: int = 100
-    layers: int = 1
+    embedding_dim: int = 128
+    hidden: int = 128
+    layers: int = 0
     start: Literal["paper", "model"] = "model"
     spread: float = 1.5
     feature_norm: float = 7.0

@@ -133,7 +133,7 @@ def test_a_plan_counts_what_is_sent_and_held(small_task):
         "local": 0,
     }
     assert {n: p.bytes_up for n, p in plans.items()} == down
-    trunk = 32 * 100 + 100 + 100 * 100 + 100
-    heads = 101 * attention
-    assert plans["fedtp"].hypernetwork_parameters == trunk + heads + 6 * 32
+    trunk = 128 * 128 + 128
+    heads = 129 * attention
+    assert plans["fedtp"].hypernetwork_parameters == trunk + heads + 6 * 128
     assert plans["local"].state_bytes >= 6 * 4 * params
