@@ -94,9 +94,6 @@ def train(
     def notify(text: str) -> None:
         print(f"{name}: {text}", flush=True)
 
-    def is_own(row: dict[str, Any]) -> bool:
-        return row["algorithm"] == name
-
     restored = checkpoints.restore(checkpoint_folder, jax.eval_shape(init, key), notify)
     if restored is None:
         state, done = jax.jit(init)(init_key), 0
@@ -106,20 +103,9 @@ def train(
         state, done = restored
         notify(f"going on after round {done}, from {checkpoint_folder / str(done)}")
     metrics_file, timing_file = out / "metrics.jsonl", out / "timing.jsonl"
-    metrics.rewrite_rows(
-        metrics_file,
-        lambda rows: [
-            _as_if_longer(row, training, run) if is_own(row) else row
-            for row in rows
-            if not is_own(row) or row["round"] <= done
-        ],
-    )
-    own = [row["round"] for row in metrics.read_rows(metrics_file) if is_own(row)]
-    if own != list(range(1, done + 1)):
-        raise InputError(
-            f"{metrics_file} lacks rounds of {name}, of which {done} are done; the run "
-            "cannot go on without them"
-        )
+    _rewind_rows(metrics_file, name, done, training, run)
+    # A line that a kill cut short must not run into the next.
+    metrics.rewrite_rows(timing_file, lambda rows: rows)
 
     def log_time(event: str, round_index: int, started: float, **more: Any) -> float:
         seconds = time.perf_counter() - started
@@ -193,17 +179,44 @@ def train(
         by_client,
         evaluation.summarize(by_client),
         np.asarray(state.participations),
-        sum(r["seconds"] for r in metrics.read_rows(timing_file) if is_own(r)),
+        sum(
+            row["seconds"]
+            for row in metrics.read_rows(timing_file)
+            if row["algorithm"] == name
+        ),
     )
 
 
-def _as_if_longer(
-    row: dict[str, Any], training: TrainingFlags, run: RunFlags
-) -> dict[str, Any]:
-    """Without the evaluation that only the last round of a shorter run had."""
-    is_due = row["round"] % run.eval_every == 0 or row["round"] == training.rounds
-    figures = () if is_due else ("accuracy", "loss")
-    return {key: value for key, value in row.items() if key not in figures}
+def _rewind_rows(
+    path: Path, name: str, done: int, training: TrainingFlags, run: RunFlags
+) -> None:
+    """Leaves of an algorithm's rows those of the first `done` rounds, as they would be
+    had the run had its present number of rounds from the start.
+
+    Raises:
+      InputError: a row is missing or damaged.
+    """
+
+    def rewind(rows: list[metrics.Row]) -> list[metrics.Row]:
+        kept = []
+        for row in rows:
+            if row["algorithm"] != name:
+                kept.append(row)
+            elif row["round"] <= done:
+                # The last round of a shorter run was evaluated out of turn.
+                is_due = row["round"] % run.eval_every == 0
+                is_due |= row["round"] == training.rounds
+                figures = () if is_due else ("accuracy", "loss")
+                kept.append({k: v for k, v in row.items() if k not in figures})
+        return kept
+
+    metrics.rewrite_rows(path, rewind)
+    own = [r["round"] for r in metrics.read_rows(path) if r["algorithm"] == name]
+    if own != list(range(1, done + 1)):
+        raise InputError(
+            f"{path} lacks rounds of {name}, of which {done} are done; the run cannot "
+            "go on without them"
+        )
 
 
 def round_rows(

@@ -226,6 +226,9 @@ def test_a_damaged_newest_checkpoint_gives_way_and_says_so(finished, tmp_path, c
     largest = max(newest.rglob("*"), key=lambda p: p.stat().st_size * p.is_file())
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
     (out / "checkpoints" / "fedtp" / "9").mkdir()
+    for name in ("metrics.jsonl", "timing.jsonl"):
+        with (out / name).open("a") as file:
+            file.write('{"algorithm": "fed')
     assert fedtp.main(["--out", str(out), "--resume"]) == 0
     said = capsys.readouterr().out
     assert "5 is incomplete or damaged" in said
