@@ -486,7 +486,7 @@ def test_tiny_clients_train_and_are_measured(tmp_path):
     assert [int(row["rounds"]) for row in table[:4]] == [2, 2, 2, 2]
 
 
-def test_nothing_is_compiled_after_the_first_evaluation(tmp_path):
+def test_rounds_and_evaluation_are_compiled_once_in_a_run(tmp_path):
     flags = _without(TINY, "--algorithms", "--rounds", "--checkpoint-every")
     flags += ["--algorithms", "fedtp", "--rounds", "9", "--partition", "dirichlet"]
     done = run(tmp_path / "out", *flags, env={"JAX_LOG_COMPILES": "1"})
