@@ -1,5 +1,5 @@
 """Flax modules that know nothing of federation, and the tasks made of them."""
 
-from fedjax_tp.models import attention, cnn, task, vit
+from fedjax_tp.models import attention, cnn, layers, task, vit
 
-__all__ = ["attention", "cnn", "task", "vit"]
+__all__ = ["attention", "cnn", "layers", "task", "vit"]

@@ -10,10 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.nn.initializers import variance_scaling
 
+from fedjax_tp.models.layers import Dropout, Linear
 from fedjax_tp.types import Array, Float
-
-uniform_fan_in = variance_scaling(1 / 3, "fan_in", "uniform")
-"""U(-1/sqrt(fan_in), 1/sqrt(fan_in)): the initializer FedTP's layers use."""
 
 _uniform_qkv = variance_scaling(
     1 / 3, "fan_in", "uniform", in_axis=0, out_axis=(1, 2, 3)
@@ -26,34 +24,138 @@ def is_attention_projection(path: str) -> bool:
 
 
 def attention(
-    q: Float[Array, "batch heads queries head_dim"],
-    k: Float[Array, "batch heads keys head_dim"],
-    v: Float[Array, "batch heads keys head_dim"],
-) -> Float[Array, "batch heads queries head_dim"]:
-    """softmax(q k^T / sqrt(head_dim)) v (Vaswani et al. 2017, equation 1)."""
-    scores = jnp.einsum("bhqd,bhkd->bhqk", q * q.shape[-1] ** -0.5, k)
-    return jnp.einsum("bhqk,bhkd->bhqd", jax.nn.softmax(scores), v)
+    q: Float[Array, "*batch queries head_dim"],
+    k: Float[Array, "*batch keys head_dim"],
+    v: Float[Array, "*batch keys head_dim"],
+) -> Float[Array, "*batch queries head_dim"]:
+    """softmax(q k^T / sqrt(head_dim)) v (Vaswani et al. 2017, equation 1).
+
+    Gradients are written by hand: five matrix products in this layout, and the
+    softmax's as a * (g - sum(a * g)). The softmax is computed in float32 whatever the
+    inputs are.
+    """
+    return _attention(q, k, v)
 
 
-class Linear(nn.Module):
-    """Dense layer, kernel and bias ~ U(-1/sqrt(fan_in), 1/sqrt(fan_in))."""
-
-    features: int
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch out"]:
-        inputs = x.shape[-1]
-        kernel = self.param("kernel", uniform_fan_in, (inputs, self.features))
-        bias = self.param("bias", _uniform_bias(inputs), (self.features,))
-        return x @ kernel + bias
+def _weights(q: Array, k: Array) -> Array:
+    """softmax(q k^T / sqrt(head_dim)) in float32."""
+    scores = jnp.matmul(
+        q * q.shape[-1] ** -0.5, k.mT, preferred_element_type=jnp.float32
+    )
+    return jax.nn.softmax(scores)
 
 
-def _uniform_bias(fan_in: int) -> nn.initializers.Initializer:
-    def init(key, shape, dtype=jnp.float32):
-        bound = fan_in**-0.5
-        return jax.random.uniform(key, shape, dtype, -bound, bound)
+@jax.custom_vjp
+def _attention(q: Array, k: Array, v: Array) -> Array:
+    return jnp.matmul(_weights(q, k).astype(v.dtype), v)
 
-    return init
+
+def _attention_forward(q: Array, k: Array, v: Array) -> tuple[Array, tuple]:
+    weights = _weights(q, k).astype(v.dtype)
+    return jnp.matmul(weights, v), (q, k, v, weights)
+
+
+def _attention_backward(residuals: tuple, d_out: Array) -> tuple[Array, Array, Array]:
+    q, k, v, weights = residuals
+    d_v = jnp.matmul(weights.mT, d_out)
+    d_weights = jnp.matmul(d_out, v.mT, preferred_element_type=jnp.float32)
+    inner = jnp.sum(weights * d_weights, axis=-1, keepdims=True)
+    d_scores = weights * (d_weights - inner) * q.shape[-1] ** -0.5
+    d_scores = d_scores.astype(q.dtype)
+    return jnp.matmul(d_scores, k), jnp.matmul(d_scores.mT, q), d_v
+
+
+_attention.defvjp(_attention_forward, _attention_backward)
+
+
+def multi_head_attention(
+    x: Float[Array, "batch tokens dim"],
+    qkv: Float[Array, "dim 3 heads head_dim"],
+    out: Float[Array, "heads head_dim width"],
+    *,
+    cache_bytes: int = 8 << 20,
+) -> Float[Array, "batch tokens width"]:
+    """Self-attention with its projections: sum_h attention(x Q_h, x K_h, x V_h) O_h.
+
+    On CPU, where all heads together are larger than the caches, heads are computed one
+    after another: every product then has its operands in cache, and activations are
+    never transposed. Elsewhere all heads are computed at once.
+
+    Args:
+      x: activations.
+      qkv: query, key and value projections, without bias.
+      out: output projection.
+      cache_bytes: about the share of the last levels of cache that one core has.
+    """
+    if jax.default_backend() != "cpu":
+        q, k, v = jnp.einsum("bnd,dthe->tbnhe", x, qkv)
+        return jnp.einsum("bnhe,hew->bnw", jax.nn.dot_product_attention(q, k, v), out)
+    batch, tokens, _ = x.shape
+    _, _, heads, head_dim = qkv.shape
+    # What the backward pass of attention alone reads and writes.
+    numbers = batch * heads * tokens * (8 * head_dim + 3 * tokens)
+    if numbers * x.dtype.itemsize <= cache_bytes:
+        return _all_heads(x, qkv, out)
+    return _head_by_head(x, jnp.transpose(qkv, (2, 1, 0, 3)), out)
+
+
+def _all_heads(x: Array, qkv: Array, out: Array) -> Array:
+    # The weights are cut in three, not the projections: those are larger.
+    q, k, v = (jnp.einsum("bnd,dhe->bhne", x, qkv[:, i]) for i in range(3))
+    heads = jnp.moveaxis(_attention(q, k, v), 1, 2)
+    return heads.reshape(*x.shape[:2], -1) @ out.reshape(-1, out.shape[-1])
+
+
+@jax.custom_vjp
+def _head_by_head(x: Array, qkv: Array, out: Array) -> Array:
+    """`multi_head_attention` with `qkv` as [heads, 3, dim, head_dim]."""
+    return _head_by_head_forward(x, qkv, out)[0]
+
+
+def _head_by_head_forward(x: Array, qkv: Array, out: Array) -> tuple[Array, tuple]:
+    batch, tokens, dim = x.shape
+    rows = x.reshape(batch * tokens, dim)
+
+    def one_head(total: Array, weights: tuple[Array, Array]) -> tuple[Array, tuple]:
+        q, k, v = ((rows @ w).reshape(batch, tokens, -1) for w in weights[0])
+        attended, (*_, attention_weights) = _attention_forward(q, k, v)
+        total = total + _rows(attended) @ weights[1]
+        return total, (q, k, v, attention_weights, attended)
+
+    zeros = jnp.zeros((batch * tokens, out.shape[-1]), x.dtype)
+    total, by_head = jax.lax.scan(one_head, zeros, (qkv, out))
+    return total.reshape(batch, tokens, -1), (x, qkv, out, by_head)
+
+
+def _head_by_head_backward(
+    residuals: tuple, d_total: Array
+) -> tuple[Array, Array, Array]:
+    x, qkv, out, by_head = residuals
+    d_rows = _rows(d_total)
+    # Transposed once and not by every head: products with the left side transposed are
+    # slow where the contraction is long.
+    columns = jax.lax.optimization_barrier(_rows(x).T)
+
+    def one_head(d_x: Array, inputs: tuple) -> tuple[Array, tuple[Array, Array]]:
+        weights, out, (q, k, v, attention_weights, attended) = inputs
+        d_attended = (d_rows @ out.T).reshape(attended.shape)
+        d_qkv = _attention_backward((q, k, v, attention_weights), d_attended)
+        d_weights = jnp.stack([columns @ _rows(d) for d in d_qkv])
+        for d, w in zip(d_qkv, weights, strict=True):
+            d_x = d_x + _rows(d) @ w.T
+        return d_x, (d_weights, _rows(attended).T @ d_rows)
+
+    zeros = jnp.zeros_like(_rows(x))
+    d_x, (d_qkv, d_out) = jax.lax.scan(one_head, zeros, (qkv, out, by_head))
+    return d_x.reshape(x.shape), d_qkv, d_out
+
+
+_head_by_head.defvjp(_head_by_head_forward, _head_by_head_backward)
+
+
+def _rows(x: Array) -> Array:
+    """[batch, tokens, width] as [batch * tokens, width]."""
+    return x.reshape(-1, x.shape[-1])
 
 
 class SelfAttention(nn.Module):
@@ -74,10 +176,7 @@ class SelfAttention(nn.Module):
     ) -> Float[Array, "batch tokens dim"]:
         dim = x.shape[-1]
         qkv = self.param("qkv", _uniform_qkv, (dim, 3, self.heads, self.head_dim))
-        q, k, v = jnp.einsum("bnd,dthe->tbhne", x, qkv)
-        out = attention(q, k, v)
-        inner = jnp.moveaxis(out, 1, 2).reshape(
-            *x.shape[:-1], self.heads * self.head_dim
-        )
-        out = Linear(dim, name="out")(inner)
-        return nn.Dropout(self.dropout)(out, deterministic=deterministic)
+        kernel, bias = Linear(dim, name="out").weights(self.heads * self.head_dim)
+        kernel = kernel.reshape(self.heads, self.head_dim, dim)
+        x = multi_head_attention(x, qkv, kernel) + bias
+        return Dropout(self.dropout)(x, deterministic=deterministic)

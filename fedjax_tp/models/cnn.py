@@ -4,7 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from fedjax_tp.models.attention import Linear
+from fedjax_tp.models.layers import Linear
 from fedjax_tp.types import Array, Float, InputError
 
 _KERNEL = 5

@@ -4,7 +4,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from fedjax_tp.models.attention import Linear, SelfAttention
+from fedjax_tp.models.attention import SelfAttention
+from fedjax_tp.models.layers import Dropout, Linear
 from fedjax_tp.types import Array, Float, InputError
 
 # Flax's default is another; FedTP's layers use this one.
@@ -53,9 +54,9 @@ class Mlp(nn.Module):
     ) -> Float[Array, "batch tokens dim"]:
         dim = x.shape[-1]
         x = jax.nn.gelu(Linear(self.hidden, name="up")(x), approximate=False)
-        x = nn.Dropout(self.dropout)(x, deterministic=deterministic)
+        x = Dropout(self.dropout)(x, deterministic=deterministic)
         x = Linear(dim, name="down")(x)
-        return nn.Dropout(self.dropout)(x, deterministic=deterministic)
+        return Dropout(self.dropout)(x, deterministic=deterministic)
 
 
 class Block(nn.Module):
@@ -116,7 +117,7 @@ class ViT(nn.Module):
         cls = self.param("cls", normal, (1, 1, self.dim))
         x = jnp.concatenate([jnp.tile(cls, (len(x), 1, 1)), x], axis=1)
         x = x + self.param("positions", normal, (1, *x.shape[1:]))
-        x = nn.Dropout(self.dropout)(x, deterministic=deterministic)
+        x = Dropout(self.dropout)(x, deterministic=deterministic)
         for i in range(self.depth):
             block = Block(
                 self.heads, self.head_dim, self.mlp_dim, self.dropout, name=f"block_{i}"
