@@ -13,7 +13,7 @@ import numpy as np
 
 from experiments.cli import Interrupted
 from experiments.flags import RunFlags, TrainingFlags
-from experiments.setup import CHUNK_SIZE, Setup, resume_command
+from experiments.setup import Setup, resume_command
 from fedjax_tp.algorithms import Algorithm
 from fedjax_tp.io import checkpoints, metrics
 from fedjax_tp.io.progress import rounds_progress
@@ -124,7 +124,7 @@ def train(
         algorithm,
         setup.task,
         capacity=int(setup.test.size.max()),
-        chunk_size=min(num_clients, training.chunk_size or CHUNK_SIZE),
+        chunk_size=min(num_clients, training.chunk_size or setup.schedule.lanes),
     )
     log_time("compile", done, started)
     rounds_a_call = 1

@@ -69,8 +69,10 @@ class TrainingFlags:
     """Momentum of the clients' SGD; starts afresh every round."""
     client_weight_decay: float = 0.0
     """L2 coefficient of the clients' SGD."""
+    lanes: int | None = None
+    """Clients trained at a time on one device; unset: by device and memory."""
     chunk_size: int | None = None
-    """Clients trained or evaluated at a time; unset: 8."""
+    """Clients evaluated at a time on one device; unset: as lanes."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def print_plan(
         f"{training.rounds} rounds, {setup.cohort} clients a round, "
         f"{steps.min()} to {steps.max()} steps of {setup.schedule.batch_size} each "
         f"(about {setup.cohort * steps.mean():.0f} steps a round), "
-        f"{setup.schedule.chunk_size} clients at a time, on "
+        f"{setup.schedule.lanes} clients at a time, on "
         f"{jax.devices()[0].device_kind}",
     )
     _show(console, plan_table(plans))

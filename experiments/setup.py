@@ -31,7 +31,6 @@ from fedjax_tp.simulation.rounds import cohort_size
 from fedjax_tp.types import InputError
 
 DEFAULT_CLIENTS = 20
-CHUNK_SIZE = 8
 _FEWEST_PATCHES = 16
 
 
@@ -55,6 +54,7 @@ def check_flags(data: DataFlags, training: TrainingFlags, run: RunFlags) -> None
         "local epochs": training.local_epochs,
         "batch size": training.batch_size,
         "eval every": run.eval_every,
+        "lanes": training.lanes,
         "chunk size": training.chunk_size,
         "checkpoint every": run.checkpoint_every,
         "metric from": run.metric_from,
@@ -117,7 +117,7 @@ def make_setup(
         batch_size=min(training.batch_size, capacity),
         local_epochs=training.local_epochs,
         capacity=capacity,
-        chunk_size=min(cohort, training.chunk_size or CHUNK_SIZE),
+        lanes=min(cohort, training.lanes or 1),
     )
     without_test = [i for i, part in enumerate(parts.test) if len(part) == 0]
     notices = dataset.notices

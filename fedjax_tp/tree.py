@@ -61,23 +61,22 @@ def stack_copies(tree: Tree, copies: int) -> Tree:
     )
 
 
-def where(condition: Bool[Array, ""], if_true: Tree, if_false: Tree) -> Tree:
-    """Chooses one of two trees of equal structure by one traced condition."""
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), if_true, if_false)
+def where_rows(condition: Bool[Array, " rows"], if_true: Tree, if_false: Tree) -> Tree:
+    """Chooses row by row of two stacked trees of equal structure."""
+    return jax.tree.map(
+        lambda a, b: jnp.where(condition.reshape(-1, *[1] * (a.ndim - 1)), a, b),
+        if_true,
+        if_false,
+    )
 
 
 def zero_rows_unless(keep: Bool[Array, " rows"], stacked: Tree) -> Tree:
     """Replaces by zeros, NaN included, the rows of every leaf where `keep` is False."""
-    return jax.tree.map(
-        lambda leaf: jnp.where(
-            keep.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, jnp.zeros_like(leaf)
-        ),
-        stacked,
-    )
+    return where_rows(keep, stacked, jax.tree.map(jnp.zeros_like, stacked))
 
 
-def weighted_sum(stacked: Tree, weights: Float[Array, " rows"]) -> Tree:
-    """sum_i weights[i] * row i, leaf by leaf, in the leaf's full precision."""
+def weighted_sums(stacked: Tree, weights: Float[Array, "sums rows"]) -> Tree:
+    """sum_i weights[s, i] * row i for each s, in the leaf's full precision."""
     return jax.tree.map(
         lambda leaf: jnp.tensordot(weights, leaf, axes=1, precision="highest").astype(
             leaf.dtype

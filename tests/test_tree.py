@@ -40,10 +40,20 @@ def test_finite_rows():
     assert tree.rows_all_finite(stacked, 3).tolist() == [True, False, True]
 
 
-def test_weighted_sum_is_the_sum_of_weighted_rows():
+def test_weighted_sums_are_the_sums_of_weighted_rows():
     stacked = {"w": jnp.array([[1.0, 2.0], [3.0, 4.0]])}
-    weights = jnp.array([0.25, 0.5])
-    assert tree.weighted_sum(stacked, weights)["w"].tolist() == [1.75, 2.5]
+    weights = jnp.array([[0.25, 0.5], [0.0, 1.0]])
+    sums = tree.weighted_sums(stacked, weights)["w"]
+    assert sums.tolist() == [[1.75, 2.5], [3.0, 4.0]]
+
+
+def test_rows_are_chosen_one_by_one():
+    condition = jnp.array([True, False])
+    stacked = {"w": jnp.array([[1.0, 2.0], [3.0, 4.0]]), "n": jnp.array([5, 6])}
+    zeros = jax.tree.map(jnp.zeros_like, stacked)
+    chosen = tree.where_rows(condition, stacked, zeros)
+    assert chosen["w"].tolist() == [[1.0, 2.0], [0.0, 0.0]]
+    assert chosen["n"].tolist() == [5, 0]
 
 
 def test_sizes_come_from_shapes_alone():

@@ -1,8 +1,9 @@
 """A data set on the device together with who holds which examples.
 
-Examples are stored once, as they are (uint8 where possible), sorted by client, so that
-a client is a start and a size: skewed sizes cost no padding. Batches are gathered and
-normalized inside the compiled program.
+Examples are stored once, as they are (uint8 where possible), and their row numbers
+sorted by client: a client is a start and a size, skewed sizes cost no padding, and runs
+that deal the same examples differently share them. Batches are gathered and normalized
+inside the compiled program.
 """
 
 from typing import Literal, NamedTuple
@@ -22,15 +23,17 @@ class FederatedDataset(NamedTuple):
     """One split (train or test) of a data set held by `clients` clients.
 
     Attributes:
-      x: raw examples, those of client 0 first.
+      x: raw examples.
       y: labels.
-      start: position of the first example of each client.
+      rows: where in x and y the examples of the clients are, those of client 0 first.
+      start: position in `rows` of the first example of each client.
       size: number of examples of each client.
       mean, std: normalization constants in the units of `x`.
     """
 
     x: Num[Array, "examples *example"]
     y: Int[Array, " examples"]
+    rows: Int[Array, " held"]
     start: Int[Array, " clients"]
     size: Int[Array, " clients"]
     mean: Float[Array, " channels"]
@@ -44,15 +47,13 @@ class FederatedDataset(NamedTuple):
 def federate(
     dataset: Dataset, split: Split, parts: tuple[NumpyInts, ...]
 ) -> FederatedDataset:
-    """Puts one split of a data set on the device, ordered by client.
+    """Puts one split of a data set on the device, with who holds what.
 
     Args:
       dataset: the arrays.
       split: `train` or `test`.
       parts: example indices held by each client (see `data.partition`).
 
-    Returns:
-      A `FederatedDataset` of the examples that some client holds.
     """
     if split == "train":
         x, y = dataset.x_train, dataset.y_train
@@ -64,8 +65,9 @@ def federate(
         # One unreachable example keeps every gather legal.
         order = np.zeros(1, np.int64)
     return FederatedDataset(
-        jnp.asarray(x[order]),
-        jnp.asarray(y[order]),
+        jnp.asarray(x),
+        jnp.asarray(y),
+        jnp.asarray(order, jnp.int32),
         jnp.asarray(np.cumsum(sizes) - sizes, jnp.int32),
         jnp.asarray(sizes),
         jnp.asarray(dataset.mean),
@@ -110,6 +112,6 @@ def gather(
     start = data.start.at[client].get(mode="clip")
     # Padding repeats the client's own first example: a pixel that is not finite must
     # not reach another client, where even a masked loss has a gradient of NaN.
-    rows = start + jnp.where(mask, places, 0)
+    rows = data.rows[start + jnp.where(mask, places, 0)]
     x = data.x[rows].astype(jnp.float32)
     return Batch((x - data.mean) / data.std, data.y[rows], mask)

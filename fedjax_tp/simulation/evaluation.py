@@ -6,11 +6,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedjax_tp import tree
 from fedjax_tp.algorithms.base import Algorithm, Message
 from fedjax_tp.data.federated import FederatedDataset, client_sizes, gather
 from fedjax_tp.models.task import Metrics, Task
+from fedjax_tp.simulation.cohort import MESH_AXIS
 from fedjax_tp.simulation.rounds import SimulationState
 from fedjax_tp.types import Array, Float, Int, Tree
 
@@ -35,7 +37,12 @@ class Summary(NamedTuple):
 
 
 def make_evaluate(
-    algorithm: Algorithm, task: Task, *, capacity: int, chunk_size: int
+    algorithm: Algorithm,
+    task: Task,
+    *,
+    capacity: int,
+    chunk_size: int,
+    mesh: Mesh | None = None,
 ) -> Evaluate:
     """Compiles `evaluate(state, data) -> Metrics`, one sum a client, `[clients]`.
 
@@ -43,17 +50,38 @@ def make_evaluate(
       algorithm: gives each client's parameters.
       task: gives the metrics.
       capacity: test examples of the largest client.
-      chunk_size: clients evaluated at a time.
+      chunk_size: clients evaluated at a time on one device.
+      mesh: as in `LocalSchedule`.
     """
     batch_size = max(1, min(capacity, 256))
+    devices = 1 if mesh is None else mesh.size
 
-    @jax.jit
     def evaluate(state: SimulationState, data: FederatedDataset) -> Metrics:
         num_clients = data.num_clients
-        padding = -num_clients % chunk_size
-        ids = jnp.arange(num_clients + padding).reshape(-1, chunk_size)
-        chunks = jax.lax.map(lambda ids: evaluate_chunk(state, data, ids), ids)
-        return jax.tree.map(lambda leaf: leaf.reshape(-1)[:num_clients], chunks)
+        padding = -num_clients % (devices * chunk_size)
+        # Dealt in turns, so that each device has clients of every kind.
+        ids = jnp.arange(num_clients + padding).reshape(-1, chunk_size, devices)
+        by_device = jnp.moveaxis(ids, 2, 0)
+
+        def on_device(state, data, ids):
+            return jax.lax.map(lambda ids: evaluate_chunk(state, data, ids), ids[0])
+
+        if mesh is None or devices == 1:
+            chunks = jax.tree.map(lambda m: m[None], on_device(state, data, by_device))
+        else:
+            split, whole = PartitionSpec(MESH_AXIS), PartitionSpec()
+            found = jax.shard_map(
+                lambda *inputs: jax.tree.map(lambda m: m[None], on_device(*inputs)),
+                mesh=mesh,
+                in_specs=(whole, whole, split),
+                out_specs=split,
+                check_vma=False,
+            )(state, data, by_device)
+            # Every process reads all of it.
+            chunks = jax.lax.with_sharding_constraint(found, NamedSharding(mesh, whole))
+        return jax.tree.map(
+            lambda leaf: jnp.moveaxis(leaf, 0, 2).reshape(-1)[:num_clients], chunks
+        )
 
     def evaluate_chunk(
         state: SimulationState, data: FederatedDataset, ids: Int[Array, " chunk"]
@@ -80,7 +108,7 @@ def make_evaluate(
         num_steps = -(-sizes.max() // batch_size)
         return jax.lax.fori_loop(0, num_steps, add_step, zeros)
 
-    return evaluate
+    return jax.jit(evaluate)
 
 
 def accuracies(metrics: Metrics) -> Float[np.ndarray, " clients"]:

@@ -77,7 +77,7 @@ def make_plan(
         + 2 * state_bytes
         + cohort_bytes
         + tree.num_bytes(update.mean)
-        + schedule.chunk_size * per_client,
+        + schedule.lanes * per_client,
     )
 
 

@@ -62,12 +62,12 @@ def loop_over_clients(task, params_of, data, ids, batch_size, epochs, lr):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("chunk_size", [1, 3])
-def test_a_cohort_is_a_loop_over_clients(vit_task, chunk_size):
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_a_cohort_is_a_loop_over_clients(vit_task, lanes):
     data = federate_sizes(SIZES)
     ids = [0, 1, 2, 4]
     algorithm = REGISTRY["fedtp"](Setting(vit_task, 5, ClientOptimizer(0.1, 0.9)))
-    result = run(algorithm, data, ids, LocalSchedule(4, 2, 12, chunk_size))
+    result = run(algorithm, data, ids, LocalSchedule(4, 2, 12, lanes))
     state = algorithm.init(jax.random.key(0))
 
     def params_of(client):
@@ -96,18 +96,18 @@ def test_a_cohort_is_a_loop_over_clients(vit_task, chunk_size):
 @settings(max_examples=8, deadline=None)
 @given(
     order=st.permutations([0, 1, 2, 3]),
-    chunk_size=st.sampled_from([1, 3, 4]),
+    lanes=st.sampled_from([1, 3, 4]),
     capacity=st.sampled_from([12, 20]),
     padding=st.booleans(),
 )
 def test_order_chunks_and_padding_change_nothing(
-    small_task, order, chunk_size, capacity, padding
+    small_task, order, lanes, capacity, padding
 ):
     data = federate_sizes(SIZES)
     algorithm = REGISTRY["fedtp_vanilla"](Setting(small_task, 5))
     expected = run(algorithm, data, [0, 1, 2, 3], LocalSchedule(4, 1, 12, 2))
     ids = [*order, 5] if padding else order
-    found = run(algorithm, data, ids, LocalSchedule(4, 1, capacity, chunk_size))
+    found = run(algorithm, data, ids, LocalSchedule(4, 1, capacity, lanes))
     for a, b in zip(
         jax.tree.leaves(found.update.mean),
         jax.tree.leaves(expected.update.mean),
