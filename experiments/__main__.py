@@ -6,7 +6,7 @@ from pathlib import Path
 
 import experiments
 
-_PLUMBING = {"__main__", "cli", "driver", "flags", "results", "setup"}
+_PLUMBING = {"__main__", "cli", "driver", "flags", "launch", "results", "setup"}
 
 
 def describe() -> list[tuple[str, str]]:

@@ -91,3 +91,21 @@ class RunFlags:
     """Run folder; unset: runs/<time>-<dataset>."""
     resume: bool = False
     """Go on with the run in --out; its flags are the defaults."""
+
+
+@dataclass(frozen=True)
+class DeviceFlags:
+    """What the run computes on; changes no result beyond rounding."""
+
+    devices: int | None = None
+    """Devices of this process; unset: on CPU one a core, else all."""
+    coordinator: str | None = None
+    """HOST:PORT of the first of several processes; all are given the same."""
+    num_processes: int | None = None
+    """Processes in all."""
+    process_id: int | None = None
+    """Which of them this is, from 0."""
+    distributed: bool = False
+    """Several processes, found by themselves (SLURM, Open MPI, cloud TPU)."""
+    tune_process: bool = True
+    """On CPU, start the process anew with its buffers in huge pages."""

@@ -1,11 +1,14 @@
 """Runs the local training of one pure client over a cohort of unequal clients.
 
-Clients are dealt to devices by their work, and on a device to `lanes`: so many clients
-train at a time under vmap, and a lane that is done takes the longest client that waits.
-Between two such moments all lanes just step, in a loop whose trip count is traced. So
-one compiled program serves every cohort, and no step is padding until the queue is
-empty. A running weighted sum takes the averaged part; only what is personal is held per
-client.
+`lanes` clients train at a time under vmap, on each device of a mesh. All steps of the
+cohort are laid end to end and cut into one equal piece a lane, none shorter than the
+longest client (McNaughton 1959). A client that lies across a cut begins in one lane
+and, after one exchange, ends in the lane before: so a lane has max(total / lanes,
+longest) steps, and none is padding.
+
+Between two changes of clients all lanes just step, in a loop whose trip count is
+traced: one compiled program serves every cohort. A running weighted sum takes the
+averaged part; only what is personal is held per client.
 """
 
 from typing import Any, NamedTuple
@@ -187,21 +190,84 @@ class _Outputs(NamedTuple):
     rows: _Rows
 
 
+class _Timeline(NamedTuple):
+    """The cohort's steps end to end, longest client first.
+
+    Attributes:
+      place: of each client in the cohort.
+      num_steps, end: its steps, and where they end.
+      piece: steps a lane.
+    """
+
+    place: Int[Array, " cohort"]
+    num_steps: Int[Array, " cohort"]
+    end: Int[Array, " cohort"]
+    piece: Int[Array, ""]
+
+
+class _Turn(NamedTuple):
+    """A client's time in a lane.
+
+    Attributes:
+      exists: False past the last client of the lane.
+      first, last: step at which the client comes into the lane, and leaves it.
+      leaves: does it go on in another lane?
+    """
+
+    exists: Bool[Array, " lanes"]
+    first: Int[Array, " lanes"]
+    last: Int[Array, " lanes"]
+    leaves: Bool[Array, " lanes"]
+
+
+def _timeline(steps: Int[Array, " cohort"], lanes: int) -> _Timeline:
+    place = jnp.argsort(-steps, stable=True).astype(jnp.int32)
+    num_steps = steps[place]
+    end = jnp.cumsum(num_steps, dtype=jnp.int32)
+    piece = jnp.maximum(jnp.maximum(-(-end[-1] // lanes), num_steps[0]), 1)
+    return _Timeline(place, num_steps, end, piece)
+
+
+def _first_turn(
+    timeline: _Timeline, lane: Int[Array, " lanes"]
+) -> Int[Array, " lanes"]:
+    """Which client of the timeline is the first of a lane."""
+    begin = lane * timeline.piece
+    return jnp.searchsorted(timeline.end, begin, side="right").astype(jnp.int32)
+
+
+def _turn(
+    timeline: _Timeline, lane: Int[Array, " lanes"], turn: Int[Array, " lanes"]
+) -> _Turn:
+    num_steps = timeline.num_steps.at[turn].get(mode="fill", fill_value=0)
+    end = timeline.end.at[turn].get(mode="clip")
+    # What is cut off on the left is the end of a client: it must come last.
+    cut_left = jnp.maximum(lane * timeline.piece - (end - num_steps), 0)
+    cut_right = jnp.maximum(end - (lane + 1) * timeline.piece, 0)
+    exists = (num_steps > 0) & (cut_right < num_steps)
+    return _Turn(exists, cut_right, num_steps - cut_left, cut_left > 0)
+
+
 class _Lanes(NamedTuple):
     """What the clients in the lanes are doing.
 
     Attributes:
-      place: of the client in the cohort; the length of the cohort in an idle lane.
-      done, num_steps: steps done, of how many.
+      turn: the client of the timeline that is in the lane, or will be next.
+      is_busy: is it?
+      place: of the client in the cohort.
+      done: its steps so far.
       id: of the client in the data.
+      num_steps: of the client.
       order: in which it visits its examples, epoch by epoch.
       carry: its training.
     """
 
+    turn: Int[Array, " lanes"]
+    is_busy: Bool[Array, " lanes"]
     place: Int[Array, " lanes"]
     done: Int[Array, " lanes"]
-    num_steps: Int[Array, " lanes"]
     id: Int[Array, " lanes"]
+    num_steps: Int[Array, " lanes"]
     order: Int[Array, "lanes epochs capacity"]
     carry: Tree
 
@@ -218,78 +284,34 @@ def _train_cohorts(
     schedule: LocalSchedule,
 ) -> _Outputs:
     """Trains clients of one or more runs; `message.shared` is stacked over the runs."""
-    steps = num_local_steps(client_sizes(data, ids), schedule)
-    longest_first = jnp.argsort(-steps, stable=True).astype(jnp.int32)
     inputs = (data, message, kept, ids, keys, run_of)
     mesh = schedule.mesh
     if mesh is None or mesh.size == 1:
-        queue_length = jnp.sum(steps > 0)
-        return _train_queue(
-            algorithm, schedule, num_runs, longest_first, queue_length, *inputs
-        )
+        return _train_lanes(algorithm, schedule, num_runs, 1, *inputs)
 
-    def on_device(queues, lengths, *inputs):
-        outputs = _train_queue(
-            algorithm, schedule, num_runs, queues[0], lengths[0], *inputs
-        )
-        # A client was trained on one device, and has zeros on the others.
+    def on_device(*inputs):
+        outputs = _train_lanes(algorithm, schedule, num_runs, mesh.size, *inputs)
+        # A client ends on one device, and has zeros on the others.
+        is_finite = outputs.rows.is_finite
         outputs = outputs._replace(
-            rows=outputs.rows._replace(is_finite=~outputs.rows.is_finite)
+            rows=outputs.rows._replace(is_finite=(~is_finite).astype(jnp.int32))
         )
-        total = jax.tree.map(
-            lambda leaf: jax.lax.psum(
-                leaf.astype(jnp.int32) if leaf.dtype == bool else leaf, MESH_AXIS
-            ),
-            outputs,
-        )
+        total = jax.lax.psum(outputs, MESH_AXIS)
         return total._replace(
             rows=total.rows._replace(is_finite=total.rows.is_finite == 0)
         )
 
-    queues, lengths = _deal_by_work(steps, longest_first, mesh.size)
-    split, whole = PartitionSpec(MESH_AXIS), PartitionSpec()
+    whole = PartitionSpec()
     return jax.shard_map(
-        on_device,
-        mesh=mesh,
-        in_specs=(split, split, *[whole] * len(inputs)),
-        out_specs=whole,
-        check_vma=False,
-    )(queues, lengths, *inputs)
+        on_device, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False
+    )(*inputs)
 
 
-def _deal_by_work(
-    steps: Int[Array, " cohort"], longest_first: Int[Array, " cohort"], devices: int
-) -> tuple[Int[Array, "devices cohort"], Int[Array, " devices"]]:
-    """Each client, longest first, to the device with the least work (Graham 1969).
-
-    Clients without a step go nowhere.
-    """
-    cohort = steps.shape[0]
-
-    def deal(i, dealt):
-        queues, lengths, work = dealt
-        place = longest_first[i]
-        device = jnp.argmin(work)
-        has_steps = steps[place] > 0
-        slot = jnp.where(has_steps, lengths[device], cohort)
-        return (
-            queues.at[device, slot].set(place, mode="drop"),
-            lengths.at[device].add(has_steps.astype(jnp.int32)),
-            work.at[device].add(steps[place]),
-        )
-
-    nothing = jnp.zeros(devices, jnp.int32)
-    queues = jnp.zeros((devices, cohort), jnp.int32)
-    queues, lengths, _ = jax.lax.fori_loop(0, cohort, deal, (queues, nothing, nothing))
-    return queues, lengths
-
-
-def _train_queue(
+def _train_lanes(
     algorithm: Algorithm,
     schedule: LocalSchedule,
     num_runs: int,
-    queue: Int[Array, " cohort"],
-    queue_length: Int[Array, ""],
+    devices: int,
     data: FederatedDataset,
     message: Message,
     kept: Tree,
@@ -297,8 +319,19 @@ def _train_queue(
     keys: Any,
     run_of: Int[Array, " cohort"],
 ) -> _Outputs:
-    """Trains the first `queue_length` clients of a queue of places in the cohort."""
+    """Trains the clients that end in the lanes of this device."""
     lanes, cohort = schedule.lanes, ids.shape[0]
+    timeline = _timeline(
+        num_local_steps(client_sizes(data, ids), schedule), devices * lanes
+    )
+    device = jax.lax.axis_index(MESH_AXIS) if devices > 1 else 0
+    lane = device * lanes + jnp.arange(lanes, dtype=jnp.int32)
+    all_lanes = jnp.arange(devices * lanes, dtype=jnp.int32)
+    first_turns = _turn(timeline, all_lanes, _first_turn(timeline, all_lanes))
+    # The exchange comes when the last of those that change lanes is ready to.
+    exchange_time = jnp.max(
+        jnp.where(first_turns.exists & first_turns.leaves, first_turns.last, 0)
+    )
 
     def received(place: Array) -> Message:
         run = run_of.at[place].get(mode="clip")
@@ -306,9 +339,10 @@ def _train_queue(
             tree.take(message.shared, run), tree.take(message.personal, place)
         )
 
-    def fresh(place: Array) -> _Lanes:
+    def fresh(turn: Array) -> _Lanes:
         """Lanes whose clients are about to begin."""
-        id = ids.at[place].get(mode="clip")
+        place = timeline.place.at[turn].get(mode="clip")
+        id = ids[place]
         client_keys = jax.vmap(jax.random.split)(tree.take(keys, place))
         size = client_sizes(data, id)
         orders = jax.vmap(_epoch_orders, in_axes=(0, 0, None))
@@ -316,32 +350,34 @@ def _train_queue(
             received(place), tree.take(kept, place), client_keys[:, 1]
         )
         return _Lanes(
+            turn,
+            jnp.ones(lanes, bool),
             place,
-            jnp.zeros_like(place),
-            num_local_steps(size, schedule),
+            jnp.zeros(lanes, jnp.int32),
             id,
+            num_local_steps(size, schedule),
             orders(client_keys[:, 0], size, schedule),
             carry,
         )
 
-    def load(state: _Lanes, taken: Array) -> tuple[_Lanes, Array]:
-        """Gives idle lanes the next clients of the queue."""
-        is_idle = state.place == cohort
-        nth = taken + jnp.cumsum(is_idle, dtype=jnp.int32) - 1
-        is_new = is_idle & (nth < queue_length)
-        place = jnp.where(is_new, queue.at[nth].get(mode="clip"), state.place)
-        state = tree.where_rows(is_new, fresh(place), state)
-        return state, taken + jnp.sum(is_new, dtype=jnp.int32)
+    def is_waiting(state: _Lanes, is_exchanged: Array) -> Array:
+        """Lanes that are idle and have a client that may begin."""
+        turn = _turn(timeline, lane, state.turn)
+        return ~state.is_busy & turn.exists & ((turn.first == 0) | is_exchanged)
 
-    def advance(state: _Lanes) -> _Lanes:
-        """Steps all lanes until the first is done; idle ones step for nothing."""
-        remaining = jnp.where(
-            state.place < cohort,
-            state.num_steps - state.done,
-            jnp.iinfo(jnp.int32).max,
-        )
-        count = remaining.min()
-        steps = jax.lax.fori_loop(
+    def load(state: _Lanes, changing: Tree, is_exchanged: Array) -> _Lanes:
+        begins = is_waiting(state, is_exchanged)
+        first = _turn(timeline, lane, state.turn).first
+        new = fresh(state.turn)
+        carry = tree.where_rows(first > 0, changing, new.carry)
+        return tree.where_rows(begins, new._replace(done=first, carry=carry), state)
+
+    def advance(state: _Lanes, time: Array, deadline: Array) -> tuple[_Lanes, Array]:
+        """Steps all lanes until a client leaves its lane; the idle ones for nothing."""
+        remaining = _turn(timeline, lane, state.turn).last - state.done
+        count = jnp.min(jnp.where(state.is_busy, remaining, deadline - time))
+        count = jnp.minimum(count, deadline - time)
+        carry = jax.lax.fori_loop(
             0,
             count,
             lambda i, carry: _step(
@@ -349,17 +385,21 @@ def _train_queue(
             ),
             state.carry,
         )
-        return state._replace(done=state.done + count, carry=steps)
+        return state._replace(done=state.done + count, carry=carry), time + count
 
-    def unload(state: _Lanes, outputs: _Outputs) -> tuple[_Lanes, _Outputs]:
-        """Takes the results of the clients that are done; their lanes are idle."""
-        is_done = (state.place < cohort) & (state.done >= state.num_steps)
+    def unload(
+        state: _Lanes, changing: Tree, outputs: _Outputs
+    ) -> tuple[_Lanes, Tree, _Outputs]:
+        """Takes the results of clients that are done, and keeps those that go on."""
+        turn = _turn(timeline, lane, state.turn)
+        is_over = state.is_busy & (state.done >= turn.last)
+        is_done = is_over & ~turn.leaves
         update = jax.vmap(algorithm.client_finish)(received(state.place), state.carry)
         is_finite = tree.rows_all_finite(update, lanes)
         counts = is_done & is_finite
         clean = tree.zero_rows_unless(counts, update._replace(metrics={}))
         weights = jnp.where(counts, client_sizes(data, state.id), 0)
-        run = run_of.at[state.place].get(mode="clip")
+        run = run_of[state.place]
         by_run = jnp.where(run == jnp.arange(num_runs)[:, None], weights, 0)
         mean = jax.tree.map(
             jnp.add, outputs.mean, tree.weighted_sums(clean.mean, by_run * 1.0)
@@ -367,25 +407,46 @@ def _train_queue(
         rows = _Rows(clean.personal, clean.kept, update.metrics, is_finite)
         place = jnp.where(is_done, state.place, cohort)
         return (
-            state._replace(place=jnp.where(is_done, cohort, state.place)),
+            state._replace(turn=state.turn + is_over, is_busy=state.is_busy & ~is_over),
+            tree.where_rows(is_over & turn.leaves, state.carry, changing),
             _Outputs(mean, tree.put(outputs.rows, place, rows)),
         )
 
-    def until_one_is_done(carried):
-        state, taken, outputs = carried
-        state, taken = jax.lax.cond(
-            taken < queue_length, load, lambda *same: same, state, taken
+    def one_change(carried):
+        state, changing, outputs, time, deadline, is_exchanged = carried
+        state = jax.lax.cond(
+            jnp.any(is_waiting(state, is_exchanged)),
+            load,
+            lambda state, *_: state,
+            state,
+            changing,
+            is_exchanged,
         )
-        state, outputs = unload(advance(state), outputs)
-        return state, taken, outputs
+        state, time = advance(state, time, deadline)
+        state, changing, outputs = unload(state, changing, outputs)
+        return state, changing, outputs, time, deadline, is_exchanged
 
     def is_unfinished(carried):
-        state, taken, _ = carried
-        return (taken < queue_length) | jnp.any(state.place < cohort)
+        state, *_, time, deadline, is_exchanged = carried
+        is_any_left = jnp.any(state.is_busy | is_waiting(state, is_exchanged))
+        return is_any_left & (time < deadline)
 
-    idle = fresh(jnp.full(lanes, cohort, jnp.int32))
+    def phase(index, carried):
+        """Before the exchange (0), and after it (1)."""
+        state, changing, outputs, time = carried
+        is_exchanged = index == 1
+        deadline = jnp.where(is_exchanged, jnp.iinfo(jnp.int32).max, exchange_time)
+        state, changing, outputs, time, *_ = jax.lax.while_loop(
+            is_unfinished,
+            one_change,
+            (state, changing, outputs, time, deadline, is_exchanged),
+        )
+        return state, _to_lane_before(changing, devices), outputs, time
+
+    state = fresh(_first_turn(timeline, lane))
+    state = state._replace(is_busy=jnp.zeros(lanes, bool))
     update = jax.eval_shape(
-        jax.vmap(algorithm.client_finish), received(idle.place), idle.carry
+        jax.vmap(algorithm.client_finish), received(state.place), state.carry
     )
 
     def zeros(rows: int, stacked: Tree) -> Tree:
@@ -402,8 +463,24 @@ def _train_queue(
             jnp.ones(cohort, bool),
         ),
     )
-    carried = (idle, jnp.int32(0), nothing)
-    return jax.lax.while_loop(is_unfinished, until_one_is_done, carried)[2]
+    carried = (state, state.carry, nothing, jnp.int32(0))
+    return jax.lax.fori_loop(0, 2, phase, carried)[2]
+
+
+def _to_lane_before(stacked: Tree, devices: int) -> Tree:
+    """Row i + 1 in row i, across devices; the last lane gets what nobody needs."""
+
+    def shift(leaf: Array) -> Array:
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            data = shift(jax.random.key_data(leaf))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+        first = leaf[:1]
+        if devices > 1:
+            pairs = [(device, device - 1) for device in range(1, devices)]
+            first = jax.lax.ppermute(first, MESH_AXIS, pairs)
+        return jnp.concatenate([leaf[1:], first])
+
+    return jax.tree.map(shift, stacked)
 
 
 def _step(

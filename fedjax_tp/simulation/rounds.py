@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedjax_tp import tree
 from fedjax_tp.algorithms.base import Algorithm, ServerState
 from fedjax_tp.data.federated import FederatedDataset
-from fedjax_tp.simulation.cohort import LocalSchedule, run_cohort
+from fedjax_tp.simulation.cohort import MESH_AXIS, LocalSchedule, run_cohort
 from fedjax_tp.types import Array, Bool, Float, InputError, Int, PRNGKey, Tree
 
 
@@ -129,6 +130,33 @@ def run_round(
     return state, RoundRecord(ids, result.is_finite, metrics)
 
 
+_SHARDED_ELEMENTS = 1 << 20
+
+
+def state_sharding(state: Tree, mesh: Mesh) -> Tree:
+    """Where each leaf of a simulation's state lies: a sharding for each leaf.
+
+    Large matrices of the server (a hypernetwork's heads) are split by their last axis
+    where it divides, so that the devices share the server's work and memory; the rest
+    is on every device.
+
+    Args:
+      state: arrays or shape structs.
+      mesh: the devices.
+    """
+
+    def of_leaf(leaf: Any) -> NamedSharding:
+        is_large = math.prod(leaf.shape) >= _SHARDED_ELEMENTS and leaf.ndim >= 2
+        if is_large and leaf.shape[-1] % mesh.size == 0:
+            split = PartitionSpec(*[None] * (leaf.ndim - 1), MESH_AXIS)
+            return NamedSharding(mesh, split)
+        return NamedSharding(mesh, PartitionSpec())
+
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    sharding = jax.tree.map(lambda leaf: everywhere, state)
+    return sharding._replace(server=jax.tree.map(of_leaf, state.server))
+
+
 def make_advance(
     algorithm: Algorithm, cohort: int, schedule: LocalSchedule, max_rounds: int
 ) -> Any:
@@ -141,8 +169,17 @@ def make_advance(
 
     @partial(jax.jit, donate_argnums=0)
     def advance(state, data, key, first_round, num_rounds):
+        def in_place(state):
+            if schedule.mesh is None:
+                return state
+            sharding = state_sharding(state, schedule.mesh)
+            return jax.lax.with_sharding_constraint(state, sharding)
+
         def one_round(state, round_index):
-            return run_round(algorithm, data, state, round_index, key, cohort, schedule)
+            state, record = run_round(
+                algorithm, data, state, round_index, key, cohort, schedule
+            )
+            return in_place(state), record
 
         record_shape = jax.eval_shape(one_round, state, first_round)[1]
         records = jax.tree.map(
@@ -155,6 +192,8 @@ def make_advance(
             records = jax.tree.map(lambda all, one: all.at[i].set(one), records, record)
             return state, records
 
-        return jax.lax.fori_loop(0, num_rounds, body, (state, records))
+        state, records = jax.lax.fori_loop(0, num_rounds, body, (state, records))
+        # The result goes in again: elsewhere it would be compiled for anew.
+        return in_place(state), records
 
     return advance

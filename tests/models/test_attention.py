@@ -60,7 +60,9 @@ def test_attention_is_the_formula_with_its_gradients(queries, keys, head_dim, sc
 def test_attention_gradients_are_those_of_finite_differences():
     rng = np.random.default_rng(0)
     q, k, v = (draw(rng, 1, 1, 4, 3) for _ in range(3))
-    check_grads(jax.jit(attention), (q, k, v), 1, ["rev"], atol=2e-2, rtol=2e-2, eps=1e-2)
+    check_grads(
+        jax.jit(attention), (q, k, v), 1, ["rev"], atol=2e-2, rtol=2e-2, eps=1e-2
+    )
 
 
 # All heads at once, and one after another.

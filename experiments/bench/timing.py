@@ -1,0 +1,116 @@
+"""What the benchmarks share: timing, the matmul peak, a federation of given sizes."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.launch import place, replicate
+from fedjax_tp import algorithms
+from fedjax_tp.algorithms import Algorithm, ClientOptimizer, Setting
+from fedjax_tp.data.federated import FederatedDataset
+from fedjax_tp.hypernetwork import PAPER, HypernetworkConfig
+from fedjax_tp.models import task as tasks
+from fedjax_tp.simulation.cohort import LocalSchedule
+from fedjax_tp.simulation.rounds import init_state, make_advance, state_sharding
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """How long a call takes until its result is there."""
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - start
+
+
+def matmul_peak(size: int = 4096, repeats: int = 3) -> float:
+    """FLOP/s of the best of JAX's and (on CPU) NumPy's float32 product of two matrices.
+
+    Args:
+      size: rows and columns.
+      repeats: the fastest counts.
+    """
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(2, size, size)).astype(np.float32)
+    on_device = jax.device_put((a, b), jax.local_devices()[0])
+    multiply = jax.jit(lambda a, b: jnp.matmul(a, b, precision="highest"))
+    jax.block_until_ready(multiply(*on_device))
+    times = [seconds(lambda: multiply(*on_device)) for _ in range(repeats)]
+    if jax.default_backend() == "cpu":
+        times += [seconds(lambda: a @ b) for _ in range(repeats)]
+    return 2 * size**3 / min(times)
+
+
+def federation(
+    sizes: Sequence[int],
+    image: tuple[int, int, int],
+    *,
+    classes: int = 10,
+    examples: int | None = None,
+) -> FederatedDataset:
+    """Noise images held by clients of the given sizes.
+
+    Args:
+      sizes: examples of each client.
+      image: height, width and channels.
+      classes: labels.
+      examples: images in all; clients share them if they are fewer than the sizes.
+    """
+    rng = np.random.default_rng(0)
+    held = int(np.sum(sizes))
+    examples = held if examples is None else examples
+    counts = np.asarray(sizes, np.int32)
+    return FederatedDataset(
+        jnp.asarray(rng.integers(0, 256, (examples, *image), dtype=np.uint8)),
+        jnp.asarray(rng.integers(0, classes, examples), jnp.int32),
+        jnp.arange(held, dtype=jnp.int32) % examples,
+        jnp.asarray(np.cumsum(counts) - counts, jnp.int32),
+        jnp.asarray(counts),
+        jnp.full(image[-1], 120.0),
+        jnp.full(image[-1], 60.0),
+    )
+
+
+def fedtp_of(
+    task: tasks.Task, num_clients: int, hypernetwork: HypernetworkConfig = PAPER
+) -> Algorithm:
+    """FedTP with the optimizers of the paper's code."""
+    server = algorithms.HypernetworkOptimizer(weight_decay=1e-3)
+    client = ClientOptimizer(0.01, 0.9, 1e-5)
+    return algorithms.REGISTRY["fedtp"](
+        Setting(task, num_clients, client, hypernetwork, server)
+    )
+
+
+def round_timer(
+    algorithm: Algorithm,
+    data: FederatedDataset,
+    cohort: int,
+    schedule: LocalSchedule,
+) -> Callable[[], float]:
+    """Compiles rounds, and gives a function that runs and times the next one."""
+    key = jax.random.key(0)
+    state = jax.jit(lambda key: init_state(algorithm, data.num_clients, key))(key)
+    if schedule.mesh is not None:
+        state = place(state, state_sharding(state, schedule.mesh))
+        data, key = replicate((data, key), schedule.mesh)
+    advance = make_advance(algorithm, cohort, schedule, 1)
+    carried = [jax.block_until_ready(advance(state, data, key, 0, 1)[0])]
+    rounds = iter(range(1, 1_000_000))
+
+    def timed() -> float:
+        start = time.perf_counter()
+        carried[0], _ = advance(carried[0], data, key, next(rounds), 1)
+        jax.block_until_ready(carried[0])
+        assert advance._cache_size() == 1, "a round was compiled twice"
+        return time.perf_counter() - start
+
+    return timed
+
+
+def report(**figures: Any) -> None:
+    """The last line of a benchmark: its figures as JSON."""
+    print(json.dumps(figures), flush=True)
