@@ -12,11 +12,15 @@ from typing import Any
 
 import tyro
 
+from experiments.flags import DeviceFlags
 from fedjax_tp.io.folder import is_empty, read_json
 from fedjax_tp.types import InputError
 
-# A run may go on for more rounds than first asked for; the rest must not change.
-_MAY_CHANGE_ON_RESUME = {"rounds", "out", "resume"}
+# A run may go on for more rounds than first asked for, and on other devices (results
+# are equal to rounding there); the rest must not change.
+_MAY_CHANGE_ON_RESUME = {"rounds", "out", "resume"} | {
+    field.name for field in dataclasses.fields(DeviceFlags)
+}
 
 
 class Interrupted(Exception):

@@ -4,13 +4,15 @@ All of it is wiring and files; the work is in the library.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from experiments import launch
 from experiments.cli import Interrupted
 from experiments.flags import RunFlags, TrainingFlags
 from experiments.setup import Setup, resume_command
@@ -26,6 +28,7 @@ from fedjax_tp.simulation.rounds import (
     SimulationState,
     init_state,
     make_advance,
+    state_sharding,
 )
 from fedjax_tp.types import InputError
 
@@ -33,12 +36,12 @@ _SECONDS_A_CALL = 2.0
 
 
 class Outcome(NamedTuple):
-    """What one algorithm achieved."""
+    """What one algorithm achieved, a row or entry a seed."""
 
     algorithm: str
     plan: Plan
-    by_client: tasks.Metrics
-    summary: evaluation.Summary
+    by_client: list[tasks.Metrics]
+    summaries: list[evaluation.Summary]
     participations: np.ndarray
     seconds: float
 
@@ -82,28 +85,43 @@ def train(
       Interrupted: on SIGTERM or Ctrl-C, after the state has been saved.
       OSError: a file could not be written.
     """
-    name = algorithm.name
-    init_key, key = jax.random.split(jax.random.key(run.seed))
-    num_clients = setup.train.num_clients
+    name, seeds = algorithm.name, setup.seeds
+    mesh, over_seeds = setup.schedule.mesh, len(seeds) > 1
+    assert mesh is not None
+    num_clients = setup.num_clients
     checkpoint_folder = out / "checkpoints" / name
     checkpoint_every = run.checkpoint_every or run.eval_every
+    keys = jax.vmap(jax.random.split)(jnp.stack([jax.random.key(s) for s in seeds]))
+    init_key, key = (keys[:, 0], keys[:, 1]) if over_seeds else keys[0]
 
     def init(key: jax.Array) -> SimulationState:
-        return init_state(algorithm, num_clients, key)
+        def of_seed(key: jax.Array) -> SimulationState:
+            return init_state(algorithm, num_clients, key)
+
+        return jax.vmap(of_seed)(key) if over_seeds else of_seed(key)
 
     def notify(text: str) -> None:
         print(f"{name}: {text}", flush=True)
 
-    restored = checkpoints.restore(checkpoint_folder, jax.eval_shape(init, key), notify)
-    if restored is None:
-        state, done = jax.jit(init)(init_key), 0
+    shapes = jax.eval_shape(init, init_key)
+    sharding = state_sharding(shapes, mesh)
+    restored = None
+    if launch.is_first_process():
+        restored = checkpoints.restore(checkpoint_folder, shapes, notify)
+    done = launch.agree(-1 if restored is None else restored.round)
+    if done < 0:
+        done = 0
+        state = jax.jit(init, out_shardings=sharding)(launch.replicate(init_key, mesh))
         if run.resume:
             notify("no checkpoint yet, starting from the first round")
     else:
-        state, done = restored
+        found = restored.state if restored is not None else None
+        state = launch.place(launch.from_first_process(found, shapes), sharding)
         notify(f"going on after round {done}, from {checkpoint_folder / str(done)}")
+    key = launch.replicate(key, mesh)
     metrics_file, timing_file = out / "metrics.jsonl", out / "timing.jsonl"
-    _rewind_rows(metrics_file, name, done, training, run)
+    if launch.is_first_process():
+        _rewind_rows(metrics_file, name, done, seeds, training, run)
     # A line that a kill cut short must not run into the next.
     metrics.rewrite_rows(timing_file, lambda rows: rows)
 
@@ -116,17 +134,25 @@ def train(
     started = time.perf_counter()
     max_rounds = min(run.eval_every, training.rounds)
     advance = (
-        make_advance(algorithm, setup.cohort, setup.schedule, max_rounds)
+        make_advance(
+            algorithm, setup.cohort, setup.schedule, max_rounds, over_seeds=over_seeds
+        )
         .lower(state, setup.train, key, done, 1)
         .compile()
     )
-    evaluate = evaluation.make_evaluate(
+    evaluate_all = evaluation.make_evaluate(
         algorithm,
         setup.task,
-        capacity=int(setup.test.size.max()),
-        chunk_size=min(num_clients, training.chunk_size or setup.schedule.lanes),
+        capacity=int(np.max(setup.test.size)),
+        chunk_size=training.chunk_size or setup.schedule.lanes,
+        mesh=mesh,
+        over_seeds=over_seeds,
     )
     log_time("compile", done, started)
+
+    def evaluate(state: SimulationState) -> list[tasks.Metrics]:
+        return _by_seed(jax.device_get(evaluate_all(state, setup.test)), seeds)
+
     rounds_a_call = 1
     shown = ""
     with (
@@ -141,44 +167,49 @@ def train(
                     for every in (run.eval_every, checkpoint_every)
                 ),
             )
-            count = min(rounds_a_call, boundary - done, max_rounds)
+            count = launch.agree(min(rounds_a_call, boundary - done, max_rounds))
             started = time.perf_counter()
             state, records = advance(state, setup.train, key, done, count)
-            rows = round_rows(name, jax.device_get(records), done, count)
+            records = _by_seed(jax.device_get(records), seeds, axis=1)
+            rows = round_rows(name, records, seeds, done, count)
             done += count
             seconds = log_time("rounds", done, started, count=count)
+            if rounds_a_call == 1:
+                _predict(notify, seconds / count, training.rounds - done)
             # Few rounds a call keep the progress shown and Ctrl-C answered.
-            rounds_a_call = max(1, int(_SECONDS_A_CALL * count / max(seconds, 1e-6)))
+            rounds_a_call = max(2, int(_SECONDS_A_CALL * count / max(seconds, 1e-6)))
             if done % run.eval_every == 0 or done == training.rounds:
                 started = time.perf_counter()
-                summary = evaluation.summarize(
-                    jax.device_get(evaluate(state, setup.test))
-                )
+                summaries = [evaluation.summarize(found) for found in evaluate(state)]
                 log_time("evaluation", done, started)
-                rows[-1] |= evaluation_row(summary)
-                shown = f"accuracy {100 * summary.pooled:.1f}%"
+                for row, summary in zip(rows[-len(seeds) :], summaries, strict=True):
+                    row |= evaluation_row(summary)
+                pooled = np.mean([summary.pooled for summary in summaries])
+                shown = f"accuracy {100 * pooled:.1f}%"
             metrics.append_rows(metrics_file, rows)
-            log_tensorboard(rows)
+            log_tensorboard(mean_rows(rows))
             show(done, shown)
-            stop = stop_signal()
+            stop = launch.largest(stop_signal() or 0)
             is_last = done == training.rounds
-            if done % checkpoint_every == 0 or is_last or stop is not None:
+            if done % checkpoint_every == 0 or is_last or stop:
                 started = time.perf_counter()
-                checkpoints.save(checkpoint_folder, state, done)
+                whole = launch.to_host(state, mesh)
+                if launch.is_first_process():
+                    checkpoints.save(checkpoint_folder, whole, done)
                 log_time("checkpoint", done, started)
-            if stop is not None:
+            if stop:
                 raise Interrupted(
                     stop,
                     f"stopped after round {done} of {name}, all saved; to go on: "
                     f"{resume_command(out)}",
                 )
-    by_client = jax.device_get(evaluate(state, setup.test))
+    by_client = evaluate(state)
     return Outcome(
         name,
         plan,
         by_client,
-        evaluation.summarize(by_client),
-        np.asarray(state.participations),
+        [evaluation.summarize(found) for found in by_client],
+        np.asarray(state.participations).reshape(len(seeds), -1),
         sum(
             row["seconds"]
             for row in metrics.read_rows(timing_file)
@@ -187,8 +218,31 @@ def train(
     )
 
 
+def _by_seed(stacked: Any, seeds: Sequence[int], axis: int = 0) -> list[Any]:
+    """One tree a seed; there is no axis of seeds where there is one seed."""
+    if len(seeds) == 1:
+        return [stacked]
+    leading = jax.tree.map(lambda leaf: np.moveaxis(leaf, axis, 0), stacked)
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], leading) for i in range(len(seeds))]
+
+
+def _predict(notify: Callable[[str], None], seconds: float, rounds: int) -> None:
+    """Says how long the rounds still to come will take, after the first."""
+    if rounds > 0:
+        notify(
+            f"the first round took {seconds:.2g} s; about "
+            f"{seconds * rounds / 60:.1f} minutes for the other {rounds}, evaluations "
+            "apart"
+        )
+
+
 def _rewind_rows(
-    path: Path, name: str, done: int, training: TrainingFlags, run: RunFlags
+    path: Path,
+    name: str,
+    done: int,
+    seeds: Sequence[int],
+    training: TrainingFlags,
+    run: RunFlags,
 ) -> None:
     """Leaves of an algorithm's rows those of the first `done` rounds, as they would be
     had the run had its present number of rounds from the start.
@@ -212,7 +266,7 @@ def _rewind_rows(
 
     metrics.rewrite_rows(path, rewind)
     own = [r["round"] for r in metrics.read_rows(path) if r["algorithm"] == name]
-    if own != list(range(1, done + 1)):
+    if own != [i for i in range(1, done + 1) for _ in seeds]:
         raise InputError(
             f"{path} lacks rounds of {name}, of which {done} are done; the run cannot "
             "go on without them"
@@ -220,26 +274,58 @@ def _rewind_rows(
 
 
 def round_rows(
-    name: str, records: RoundRecord, done: int, count: int
+    name: str,
+    records: Sequence[RoundRecord],
+    seeds: Sequence[int],
+    done: int,
+    count: int,
 ) -> list[dict[str, Any]]:
-    """Rows of `metrics.jsonl` for `count` rounds after the first `done`."""
+    """Rows of `metrics.jsonl` for `count` rounds after the first `done`, seed by seed.
+
+    Args:
+      name: of the algorithm.
+      records: of each seed, stacked over rounds.
+      seeds: as many.
+      done, count: see above.
+    """
     rows = []
     for i in range(count):
-        clients, is_finite = records.clients[i], records.is_finite[i]
-        counted = bool(is_finite.any())
-        rows.append(
-            {
-                "algorithm": name,
-                "round": done + i + 1,
-                "training": {
-                    metric: _number(values[i]) if counted else None
-                    for metric, values in records.metrics.items()
-                },
-                "clients": clients.tolist(),
-                "left_out": clients[~is_finite].tolist(),
-            }
-        )
+        for seed, record in zip(seeds, records, strict=True):
+            clients, is_finite = record.clients[i], record.is_finite[i]
+            counted = bool(is_finite.any())
+            rows.append(
+                {
+                    "algorithm": name,
+                    "seed": seed,
+                    "round": done + i + 1,
+                    "training": {
+                        metric: _number(values[i]) if counted else None
+                        for metric, values in record.metrics.items()
+                    },
+                    "clients": clients.tolist(),
+                    "left_out": clients[~is_finite].tolist(),
+                }
+            )
     return rows
+
+
+def mean_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of the same rounds with the means over seeds of all their figures."""
+    means = []
+    for number in dict.fromkeys(row["round"] for row in rows):
+        same = [row for row in rows if row["round"] == number]
+        mean = {"algorithm": same[0]["algorithm"], "round": number}
+        for figure in ("training", "accuracy", "loss"):
+            if figure in same[0]:
+                mean[figure] = _mean([row[figure] for row in same])
+        means.append(mean)
+    return means
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], dict):
+        return {name: _mean([value[name] for value in values]) for name in values[0]}
+    return None if None in values else sum(values) / len(values)
 
 
 def evaluation_row(summary: evaluation.Summary) -> dict[str, Any]:

@@ -13,9 +13,17 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 import tyro
+from jax.sharding import Mesh
+from rich.console import Console
 
-from experiments import cli, driver, results, setup
-from experiments.flags import DataFlags, ModelFlags, RunFlags, TrainingFlags
+from experiments import cli, driver, launch, results, setup
+from experiments.flags import (
+    DataFlags,
+    DeviceFlags,
+    ModelFlags,
+    RunFlags,
+    TrainingFlags,
+)
 from fedjax_tp import algorithms
 from fedjax_tp.algorithms import ClientOptimizer, HypernetworkOptimizer, Setting
 from fedjax_tp.hypernetwork import PAPER, HypernetworkConfig
@@ -33,6 +41,7 @@ class Flags:
     model: Annotated[ModelFlags, _ungrouped] = ModelFlags()
     training: Annotated[TrainingFlags, _ungrouped] = TrainingFlags()
     run: Annotated[RunFlags, _ungrouped] = RunFlags()
+    device: Annotated[DeviceFlags, _ungrouped] = DeviceFlags()
     hypernetwork: HypernetworkConfig = field(
         default=HypernetworkConfig(), metadata={"prefix": True}
     )
@@ -82,13 +91,20 @@ def run(flags: Flags) -> None:
       InputError: a flag, the data or the run folder does not allow it.
       Interrupted: told to stop; what was done is saved.
     """
-    console = results.make_console()
     names = algorithms.resolve(flags.training.algorithms)
     setup.check_flags(flags.data, flags.training, flags.run)
-    prepared = setup.make_setup(flags.data, flags.model, flags.training, flags.run)
+    mesh = launch.make_mesh(flags.device)
+    with launch.one_process_speaks(flags.run) as (run_flags, console):
+        _run_on(mesh, replace(flags, run=run_flags), names, console)
+
+
+def _run_on(mesh: Mesh, flags: Flags, names: Sequence[str], console: Console) -> None:
+    prepared = setup.make_setup(
+        flags.data, flags.model, flags.training, flags.run, mesh
+    )
     setting = Setting(
         prepared.task,
-        prepared.train.num_clients,
+        prepared.num_clients,
         ClientOptimizer(
             flags.training.client_lr,
             flags.training.client_momentum,
@@ -104,6 +120,8 @@ def run(flags: Flags) -> None:
     console.print(f"run folder: {out}", soft_wrap=True)
     results.print_plan(console, prepared, flags.training, plans)
     outcomes = driver.train_all(built, prepared, plans, flags.training, flags.run, out)
+    if not launch.is_first_process():
+        return
     results.write_results(
         out, EXPERIMENT, flags, prepared, outcomes, flags.run, console
     )
@@ -111,6 +129,8 @@ def run(flags: Flags) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
+    if argv is None:
+        launch.start_tuned()
     return cli.run_main(
         lambda: run(
             cli.parse(

@@ -81,6 +81,9 @@ class RunFlags:
 
     seed: int = 0
     """Of partition, initial values, sampling, batches and dropout."""
+    seeds: int = 1
+    """Runs as many simulations at once, in one program, from seed on; figures are means
+    and standard deviations over them."""
     eval_every: int = 5
     """Rounds between two evaluations of all clients."""
     metric_from: int | None = None

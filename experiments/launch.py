@@ -1,18 +1,21 @@
 """What a process needs before JAX starts: memory settings, devices, other processes."""
 
 import contextlib
+import dataclasses
 import os
 import platform
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
 
-from experiments.flags import DeviceFlags
+from experiments.flags import DeviceFlags, RunFlags
 from fedjax_tp.simulation.cohort import MESH_AXIS
 from fedjax_tp.types import InputError, Tree
 
@@ -154,6 +157,47 @@ def place(tree: Tree, sharding: Tree) -> Tree:
 def is_first_process() -> bool:
     """Does this process write the run folder?"""
     return jax.process_index() == 0
+
+
+@contextlib.contextmanager
+def one_process_speaks(run: RunFlags) -> Iterator[tuple[RunFlags, Console]]:
+    """Flags and console of this process: the first has those that were given.
+
+    The others write what they would write into a folder that is then removed, and print
+    nothing, so that no other code need know of several processes.
+    """
+    if is_first_process():
+        yield run, make_console()
+        return
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Path(os.devnull).open("w", encoding="utf-8") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+    ):
+        yield dataclasses.replace(run, out=folder, resume=False), Console(file=nowhere)
+
+
+def make_console() -> Console:
+    """Standard output; wide enough for the tables where it is no terminal."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(width=100, highlight=False)
+
+
+def to_host(tree: Tree, mesh: Mesh) -> Tree:
+    """The whole of every array, on the host."""
+    if jax.process_count() > 1:
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        tree = jax.jit(lambda tree: tree, out_shardings=everywhere)(tree)
+    return jax.device_get(tree)
+
+
+def from_first_process(tree: Tree | None, shapes: Tree) -> Tree:
+    """The arrays that the first process has; the others give None."""
+    if jax.process_count() == 1:
+        return tree
+    if tree is None:
+        tree = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+    return multihost_utils.broadcast_one_to_all(jax.tree.map(np.asarray, tree))
 
 
 def agree(value: int) -> int:

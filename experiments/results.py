@@ -1,6 +1,6 @@
 """The plan before a run; table, summary, plots and report after it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.cli import to_flat
-from experiments.driver import Outcome, evaluation_row
+from experiments.driver import Outcome, evaluation_row, mean_rows
 from experiments.flags import RunFlags, TrainingFlags
 from experiments.setup import Setup, command_line
 from fedjax_tp.algorithms import Algorithm
@@ -20,21 +20,17 @@ from fedjax_tp.simulation import evaluation
 from fedjax_tp.simulation.plan import Plan, make_plan
 
 
-def make_console() -> Console:
-    """Standard output; wide enough for the tables where it is no terminal."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(width=100, highlight=False)
-
-
 def print_plan(
     console: Console, setup: Setup, training: TrainingFlags, plans: dict[str, Plan]
 ) -> None:
     """Says what will run, before it runs."""
-    sizes = np.asarray(setup.train.size)
+    # Of the first seed; those of the others are much the same.
+    sizes = np.array([len(part) for part in setup.partitions[0].train])
+    num_test = sum(len(part) for part in setup.partitions[0].test)
     steps = setup.schedule.local_epochs * -(-sizes // setup.schedule.batch_size)
     console.print(
         f"{setup.dataset.name}: {sizes.sum()} training and "
-        f"{int(setup.test.size.sum())} test images of "
+        f"{num_test} test images of "
         f"{'x'.join(map(str, setup.train.x.shape[1:]))}, "
         f"{setup.dataset.num_classes} classes; {len(sizes)} clients with "
         f"{sizes.min()} / {sizes.mean():.0f} / {sizes.max()} examples (min/mean/max)",
@@ -43,8 +39,10 @@ def print_plan(
         f"{training.rounds} rounds, {setup.cohort} clients a round, "
         f"{steps.min()} to {steps.max()} steps of {setup.schedule.batch_size} each "
         f"(about {setup.cohort * steps.mean():.0f} steps a round), "
-        f"{setup.schedule.lanes} clients at a time, on "
-        f"{jax.devices()[0].device_kind}",
+        f"{setup.schedule.lanes} at a time on each of "
+        f"{setup.schedule.mesh.size if setup.schedule.mesh else 1} devices "
+        f"({jax.devices()[0].device_kind})"
+        + (f", {len(setup.seeds)} seeds at once" if len(setup.seeds) > 1 else ""),
     )
     _show(console, plan_table(plans))
     for notice in setup.notices:
@@ -122,6 +120,7 @@ def write_results(
             "experiment": experiment,
             "dataset": setup.dataset.name,
             "seed": run.seed,
+            "seeds": list(setup.seeds),
             "labels": list(setup.dataset.class_names),
             "algorithms": summaries,
         },
@@ -133,13 +132,20 @@ def write_results(
     notices = [*setup.notices, *left_out_notices(rows)]
     for notice in notices[len(setup.notices) :]:
         console.print(f"note: {notice}")
-    sizes = np.asarray(setup.train.size)
+    sizes = np.array([len(part) for part in setup.partitions[0].train])
+    over = f"seed {run.seed}"
+    if len(setup.seeds) > 1:
+        over = (
+            f"seeds {setup.seeds[0]} to {setup.seeds[-1]}, ± is the standard deviation "
+            "over them"
+        )
     report.write_report(
         out / "report.html",
         title=f"{experiment} on {setup.dataset.name}",
         summary=(
             f"{len(sizes)} clients, {setup.cohort} a round; {sizes.sum()} training "
-            f"examples, {sizes.min()} to {sizes.max()} a client; seed {run.seed}. "
+            f"examples, {sizes.min()} to {sizes.max()} a client; "
+            f"{over}. "
             "Pooled is over all test examples, the other figures are over clients."
         ),
         tables=[accuracy, plan_table({o.algorithm: o.plan for o in outcomes})],
@@ -154,8 +160,15 @@ def write_results(
 def _summary_entry(
     outcome: Outcome, rows: Sequence[dict[str, Any]], run: RunFlags
 ) -> dict[str, Any]:
+    """Figures of an algorithm; of several seeds their means, deviations and each."""
     own = [row for row in rows if row["algorithm"] == outcome.algorithm]
-    entry = evaluation_row(outcome.summary) | {
+    by_seed = []
+    for seed, summary in zip(_seeds(run), outcome.summaries, strict=True):
+        figures = evaluation_row(summary)
+        if run.metric_from is not None:
+            figures["accuracy"] |= _window(own, seed, run.metric_from)
+        by_seed.append(figures)
+    entry = _over(by_seed, np.mean) | {
         "rounds": own[-1]["round"],
         "parameters": {
             "client": outcome.plan.client_parameters,
@@ -166,18 +179,37 @@ def _summary_entry(
         "seed": run.seed,
         "left_out": sum(len(row["left_out"]) for row in own),
     }
-    if run.metric_from is not None:
-        window = [
-            row["accuracy"]["pooled"]
-            for row in own
-            if "accuracy" in row and row["round"] >= run.metric_from
-        ]
-        entry["accuracy"] |= {
-            "window_mean": float(np.mean(window)),
-            "window_std": float(np.std(window)),
-            "window_evaluations": len(window),
-        }
+    if len(by_seed) > 1:
+        entry["std_over_seeds"] = _over(by_seed, np.std)
+        entry["seeds"] = dict(zip(map(str, _seeds(run)), by_seed, strict=True))
     return entry
+
+
+def _seeds(run: RunFlags) -> range:
+    return range(run.seed, run.seed + run.seeds)
+
+
+def _window(rows: Sequence[dict[str, Any]], seed: int, first: int) -> dict[str, float]:
+    values = [
+        row["accuracy"]["pooled"]
+        for row in rows
+        if row["seed"] == seed and "accuracy" in row and row["round"] >= first
+    ]
+    return {
+        "window_mean": float(np.mean(values)),
+        "window_std": float(np.std(values)),
+        "window_evaluations": len(values),
+    }
+
+
+def _over(figures: Sequence[Any], statistic: Callable[[Any], Any]) -> Any:
+    """A statistic over trees of figures; None where one is None."""
+    first = figures[0]
+    if isinstance(first, dict):
+        return {name: _over([f[name] for f in figures], statistic) for name in first}
+    if len(figures) == 1:
+        return first
+    return None if None in figures else float(statistic(figures))
 
 
 def results_table(
@@ -190,13 +222,14 @@ def results_table(
     header += ["minutes"]
     cells = []
     for outcome in outcomes:
-        accuracy = summaries[outcome.algorithm]["accuracy"]
-        loss = summaries[outcome.algorithm]["loss"]
+        summary = summaries[outcome.algorithm]
+        accuracy, loss = summary["accuracy"], summary["loss"]
+        deviations = summary.get("std_over_seeds", {}).get("accuracy", {})
         row = [outcome.algorithm]
-        row += [
-            f"{100 * accuracy[k]:.1f}"
-            for k in ("pooled", "mean", "std", "worst_decile")
-        ]
+        for figure in ("pooled", "mean", "std", "worst_decile"):
+            deviation = deviations.get(figure)
+            more = "" if deviation is None else f" ± {100 * deviation:.1f}"
+            row.append(f"{100 * accuracy[figure]:.1f}{more}")
         row.append("not finite" if loss is None else f"{loss:.3f}")
         if has_window:
             mean, std = accuracy["window_mean"], accuracy["window_std"]
@@ -231,25 +264,28 @@ def left_out_notices(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def client_rows(setup: Setup, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """Rows of `clients.csv`: one an algorithm and client."""
-    train_sizes, test_sizes = np.asarray(setup.train.size), np.asarray(setup.test.size)
+    """Rows of `clients.csv`: one an algorithm, seed and client."""
     rows = []
     for outcome in outcomes:
-        accuracies = evaluation.accuracies(outcome.by_client)
-        losses = outcome.by_client.loss / np.maximum(test_sizes, 1)
-        for client in range(len(train_sizes)):
-            has_test = test_sizes[client] > 0
-            rows.append(
-                {
-                    "algorithm": outcome.algorithm,
-                    "client": client,
-                    "train_examples": train_sizes[client],
-                    "test_examples": test_sizes[client],
-                    "rounds": outcome.participations[client],
-                    "accuracy": accuracies[client] if has_test else "",
-                    "loss": losses[client] if has_test else "",
-                }
-            )
+        for i, (seed, parts) in enumerate(
+            zip(setup.seeds, setup.partitions, strict=True)
+        ):
+            accuracies = evaluation.accuracies(outcome.by_client[i])
+            for client in range(setup.num_clients):
+                num_test = len(parts.test[client])
+                loss = outcome.by_client[i].loss[client] / max(num_test, 1)
+                rows.append(
+                    {
+                        "algorithm": outcome.algorithm,
+                        "seed": seed,
+                        "client": client,
+                        "train_examples": len(parts.train[client]),
+                        "test_examples": num_test,
+                        "rounds": outcome.participations[i, client],
+                        "accuracy": accuracies[client] if num_test else "",
+                        "loss": loss if num_test else "",
+                    }
+                )
     return rows
 
 
@@ -262,11 +298,8 @@ def draw(
     """Draws the plots; captions and files, for the report."""
     curves = {}
     for outcome in outcomes:
-        evaluated = [
-            row
-            for row in rows
-            if row["algorithm"] == outcome.algorithm and "accuracy" in row
-        ]
+        own = [row for row in rows if row["algorithm"] == outcome.algorithm]
+        evaluated = [row for row in mean_rows(own) if "accuracy" in row]
         curves[outcome.algorithm] = (
             [row["round"] for row in evaluated],
             [row["accuracy"]["pooled"] for row in evaluated],
@@ -278,14 +311,19 @@ def draw(
         "Training examples by client and class": out / "labels.png",
     }
     curve_file, clients_file, labels_file = pictures.values()
-    title = f"{setup.dataset.name}: {setup.train.num_clients} clients"
+    title = f"{setup.dataset.name}: {setup.num_clients} clients"
     plots.accuracy_over_rounds(curve_file, curves, title)
     plots.client_accuracies(
         clients_file,
-        {o.algorithm: evaluation.accuracies(o.by_client) for o in outcomes},
+        {
+            o.algorithm: np.mean(
+                [evaluation.accuracies(m) for m in o.by_client], axis=0
+            )
+            for o in outcomes
+        },
     )
     counts = partition.label_counts(
-        setup.partition.train, setup.dataset.y_train, setup.dataset.num_classes
+        setup.partitions[0].train, setup.dataset.y_train, setup.dataset.num_classes
     )
     plots.label_distribution(labels_file, counts, setup.dataset.class_names)
     return pictures

@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from experiments.cli import to_flat
 from experiments.flags import DataFlags, ModelFlags, RunFlags, TrainingFlags
+from experiments.launch import replicate
 from fedjax_tp.data import catalog, partition
 from fedjax_tp.data.federated import FederatedDataset, federate
 from fedjax_tp.io import folder, metrics
@@ -35,10 +37,14 @@ _FEWEST_PATCHES = 16
 
 
 class Setup(NamedTuple):
-    """A data set dealt to clients and on the device, with the task it poses."""
+    """A data set dealt to clients and on the device, with the task it poses.
+
+    There is a partition a seed; with several, those of `train` and `test` are stacked.
+    """
 
     dataset: catalog.Dataset
-    partition: partition.Partition
+    seeds: tuple[int, ...]
+    partitions: tuple[partition.Partition, ...]
     train: FederatedDataset
     test: FederatedDataset
     task: tasks.Task
@@ -46,11 +52,16 @@ class Setup(NamedTuple):
     schedule: LocalSchedule
     notices: tuple[str, ...]
 
+    @property
+    def num_clients(self) -> int:
+        return self.partitions[0].num_clients
+
 
 def check_flags(data: DataFlags, training: TrainingFlags, run: RunFlags) -> None:
     """Raises InputError for values that no data could make valid."""
     positive = {
         "rounds": training.rounds,
+        "seeds": run.seeds,
         "local epochs": training.local_epochs,
         "batch size": training.batch_size,
         "eval every": run.eval_every,
@@ -67,8 +78,8 @@ def check_flags(data: DataFlags, training: TrainingFlags, run: RunFlags) -> None
             f"metric from is {run.metric_from}; allowed is 1 to {training.rounds}, "
             "the rounds"
         )
-    if not 0 <= run.seed < 2**32:
-        raise InputError(f"seed is {run.seed}; allowed is 0 to {2**32 - 1}")
+    if not 0 <= run.seed <= 2**32 - run.seeds:
+        raise InputError(f"seed is {run.seed}; allowed is 0 to {2**32 - run.seeds}")
     clients = DEFAULT_CLIENTS if data.num_clients is None else data.num_clients
     cohort_size(clients, training.sample_fraction)
     partition.check_settings(_request(data, np.zeros(0, int), 1, clients, None))
@@ -93,7 +104,11 @@ def _request(
 
 
 def make_setup(
-    data: DataFlags, model: ModelFlags, training: TrainingFlags, run: RunFlags
+    data: DataFlags,
+    model: ModelFlags,
+    training: TrainingFlags,
+    run: RunFlags,
+    mesh: Mesh,
 ) -> Setup:
     """Loads, deals and places the data, and builds the task.
 
@@ -103,34 +118,45 @@ def make_setup(
     dataset = catalog.load(data.dataset, data.data_dir)
     if data.validation:
         dataset = catalog.hold_out(dataset)
-    parts = deal_to_clients(data, dataset, run.seed)
-    train = federate(dataset, "train", parts.train)
-    test = federate(dataset, "test", parts.test)
+    seeds = tuple(range(run.seed, run.seed + run.seeds))
+    partitions = tuple(deal_to_clients(data, dataset, seed) for seed in seeds)
+    num_clients = partitions[0].num_clients
+    train, test = (
+        replicate(
+            federate(dataset, split, [getattr(p, split) for p in partitions]), mesh
+        )
+        for split in ("train", "test")
+    )
     image_shape = dataset.x_train.shape[1:]
     task = tasks.classification(
         make_model(model, image_shape, dataset.num_classes), image_shape
     )
-    cohort = cohort_size(parts.num_clients, training.sample_fraction)
-    capacity = max(len(part) for part in parts.train)
+    cohort = cohort_size(num_clients, training.sample_fraction)
+    capacity = max(len(part) for parts in partitions for part in parts.train)
     schedule = LocalSchedule(
         # A batch larger than any client would be padding alone.
         batch_size=min(training.batch_size, capacity),
         local_epochs=training.local_epochs,
         capacity=capacity,
-        lanes=min(cohort, training.lanes or 1),
+        lanes=training.lanes or 1,
+        mesh=mesh,
     )
-    without_test = [i for i, part in enumerate(parts.test) if len(part) == 0]
     notices = dataset.notices
-    if len(without_test) == parts.num_clients:
-        raise InputError("no client has a test example; nothing could be measured")
-    if without_test:
-        named = ", ".join(map(str, without_test[:10]))
-        more = ", ..." if len(without_test) > 10 else ""
-        notices += (
-            f"{len(without_test)} clients have no test example and are left out of "
-            f"the figures over clients: {named}{more}",
-        )
-    return Setup(dataset, parts, train, test, task, cohort, schedule, notices)
+    for seed, parts in zip(seeds, partitions, strict=True):
+        without_test = [i for i, part in enumerate(parts.test) if len(part) == 0]
+        if len(without_test) == num_clients:
+            raise InputError("no client has a test example; nothing could be measured")
+        if without_test:
+            named = ", ".join(map(str, without_test[:10]))
+            more = ", ..." if len(without_test) > 10 else ""
+            of_seed = f" (seed {seed})" if len(seeds) > 1 else ""
+            notices += (
+                f"{len(without_test)} clients{of_seed} have no test example and are "
+                f"left out of the figures over clients: {named}{more}",
+            )
+    return Setup(
+        dataset, seeds, partitions, train, test, task, cohort, schedule, notices
+    )
 
 
 def deal_to_clients(
@@ -228,19 +254,21 @@ def open_run(experiment: str, flags: Any, setup: Setup) -> Path:
     else:
         # The config comes first: a run that is killed now can be resumed.
         write_config(out, experiment, flags)
-    saved = out / "partition.json"
     sizes = (len(setup.dataset.y_train), len(setup.dataset.y_test))
-    content = {
-        "dataset": setup.dataset.name,
-        "examples": {"train": sizes[0], "test": sizes[1]},
-        "checksum": _checksum(setup.dataset),
-        "train": [part.tolist() for part in setup.partition.train],
-        "test": [part.tolist() for part in setup.partition.test],
-    }
-    if not saved.exists():
-        folder.write_text(saved, json.dumps(content) + "\n")
-    elif folder.read_json(saved) != content:
-        raise InputError(f"the data or its partition is no longer that of {saved}")
+    for seed, parts in zip(setup.seeds, setup.partitions, strict=True):
+        suffix = "" if seed == setup.seeds[0] else f"-seed{seed}"
+        saved = out / f"partition{suffix}.json"
+        content = {
+            "dataset": setup.dataset.name,
+            "examples": {"train": sizes[0], "test": sizes[1]},
+            "checksum": _checksum(setup.dataset),
+            "train": [part.tolist() for part in parts.train],
+            "test": [part.tolist() for part in parts.test],
+        }
+        if not saved.exists():
+            folder.write_text(saved, json.dumps(content) + "\n")
+        elif folder.read_json(saved) != content:
+            raise InputError(f"the data or its partition is no longer that of {saved}")
     return out
 
 

@@ -93,4 +93,4 @@ def federate_sizes(sizes: list[int], seed: int = 0) -> federated.FederatedDatase
         np.array([60.0], np.float32),
         np.array([70.0], np.float32),
     )
-    return federated.federate(dataset, "train", parts)
+    return federated.federate(dataset, "train", [parts])

@@ -6,6 +6,7 @@ that deal the same examples differently share them. Batches are gathered and nor
 inside the compiled program.
 """
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -33,42 +34,45 @@ class FederatedDataset(NamedTuple):
 
     x: Num[Array, "examples *example"]
     y: Int[Array, " examples"]
-    rows: Int[Array, " held"]
-    start: Int[Array, " clients"]
-    size: Int[Array, " clients"]
+    rows: Int[Array, "*seeds held"]
+    start: Int[Array, "*seeds clients"]
+    size: Int[Array, "*seeds clients"]
     mean: Float[Array, " channels"]
     std: Float[Array, " channels"]
 
     @property
     def num_clients(self) -> int:
-        return self.size.shape[0]
+        return self.size.shape[-1]
 
 
 def federate(
-    dataset: Dataset, split: Split, parts: tuple[NumpyInts, ...]
+    dataset: Dataset, split: Split, partitions: Sequence[tuple[NumpyInts, ...]]
 ) -> FederatedDataset:
     """Puts one split of a data set on the device, with who holds what.
 
     Args:
       dataset: the arrays.
       split: `train` or `test`.
-      parts: example indices held by each client (see `data.partition`).
-
+      partitions: example indices held by each client (see `data.partition`), of as many
+        clients in each partition. Of several, `rows`, `start` and `size` are stacked.
     """
     if split == "train":
         x, y = dataset.x_train, dataset.y_train
     else:
         x, y = dataset.x_test, dataset.y_test
-    order = np.concatenate(parts).astype(np.int64)
-    sizes = np.array([len(part) for part in parts], np.int32)
-    if len(order) == 0:
-        # One unreachable example keeps every gather legal.
-        order = np.zeros(1, np.int64)
+    rows = [np.concatenate(parts).astype(np.int32) for parts in partitions]
+    # One row at least keeps every gather legal; nobody holds what fills up.
+    longest = max(1, *map(len, rows))
+    padded = np.stack([np.pad(row, (0, longest - len(row))) for row in rows])
+    sizes = np.array([[len(part) for part in parts] for parts in partitions], np.int32)
+    starts = np.cumsum(sizes, axis=1, dtype=np.int32) - sizes
+    if len(partitions) == 1:
+        padded, starts, sizes = padded[0], starts[0], sizes[0]
     return FederatedDataset(
         jnp.asarray(x),
         jnp.asarray(y),
-        jnp.asarray(order, jnp.int32),
-        jnp.asarray(np.cumsum(sizes) - sizes, jnp.int32),
+        jnp.asarray(padded),
+        jnp.asarray(starts),
         jnp.asarray(sizes),
         jnp.asarray(dataset.mean),
         jnp.asarray(dataset.std),

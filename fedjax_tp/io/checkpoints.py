@@ -44,8 +44,17 @@ def _manager(folder: Path, keep: int) -> ocp.CheckpointManager:
     # Orbax reports its housekeeping as warnings, and failures that it raises as well.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    # One process of a run saves; orbax must not wait for the others.
+    alone = jax.process_index()
     options = ocp.CheckpointManagerOptions(
-        max_to_keep=keep, enable_async_checkpointing=False, create=True
+        max_to_keep=keep,
+        enable_async_checkpointing=False,
+        create=jax.process_count() == 1,
+        multiprocessing_options=ocp.options.MultiprocessingOptions(
+            primary_host=alone, active_processes={alone}
+        )
+        if jax.process_count() > 1
+        else ocp.options.MultiprocessingOptions(),
     )
     return ocp.CheckpointManager(folder.resolve(), options=options)
 
@@ -134,7 +143,7 @@ def _set_aside(step: Path) -> Path:
 
 
 def _restore_round(folder: Path, shapes: Tree, round_index: int) -> Tree:
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     wanted = {
         path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
         for path, leaf in _by_path(shapes).items()

@@ -13,7 +13,7 @@ from fedjax_tp.algorithms.base import Algorithm, Message
 from fedjax_tp.data.federated import FederatedDataset, client_sizes, gather
 from fedjax_tp.models.task import Metrics, Task
 from fedjax_tp.simulation.cohort import MESH_AXIS
-from fedjax_tp.simulation.rounds import SimulationState
+from fedjax_tp.simulation.rounds import OVER_SEEDS, SimulationState
 from fedjax_tp.types import Array, Float, Int, Tree
 
 Evaluate = Callable[[SimulationState, FederatedDataset], Metrics]
@@ -43,6 +43,7 @@ def make_evaluate(
     capacity: int,
     chunk_size: int,
     mesh: Mesh | None = None,
+    over_seeds: bool = False,
 ) -> Evaluate:
     """Compiles `evaluate(state, data) -> Metrics`, one sum a client, `[clients]`.
 
@@ -52,6 +53,7 @@ def make_evaluate(
       capacity: test examples of the largest client.
       chunk_size: clients evaluated at a time on one device.
       mesh: as in `LocalSchedule`.
+      over_seeds: as in `make_advance`; metrics are `[seeds, clients]`.
     """
     batch_size = max(1, min(capacity, 256))
     devices = 1 if mesh is None else mesh.size
@@ -108,6 +110,8 @@ def make_evaluate(
         num_steps = -(-sizes.max() // batch_size)
         return jax.lax.fori_loop(0, num_steps, add_step, zeros)
 
+    if over_seeds:
+        return jax.jit(jax.vmap(evaluate, in_axes=(0, OVER_SEEDS)))
     return jax.jit(evaluate)
 
 

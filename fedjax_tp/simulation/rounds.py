@@ -157,14 +157,31 @@ def state_sharding(state: Tree, mesh: Mesh) -> Tree:
     return sharding._replace(server=jax.tree.map(of_leaf, state.server))
 
 
+OVER_SEEDS = FederatedDataset(None, None, 0, 0, 0, None, None)  # type: ignore[arg-type]
+"""`in_axes` of data with partitions stacked over seeds, the examples in one copy."""
+
+
 def make_advance(
-    algorithm: Algorithm, cohort: int, schedule: LocalSchedule, max_rounds: int
+    algorithm: Algorithm,
+    cohort: int,
+    schedule: LocalSchedule,
+    max_rounds: int,
+    *,
+    over_seeds: bool = False,
 ) -> Any:
     """A jitted `advance(state, data, key, first_round, num_rounds)`.
 
     The result runs `num_rounds <= max_rounds` rounds in one program, compiled once
     whatever the number; records are stacked over `max_rounds`, the rest zeros. The
     state passed in is donated.
+
+    Args:
+      algorithm: what is run.
+      cohort: clients sampled a round.
+      schedule: local training.
+      max_rounds: the most rounds a call may run.
+      over_seeds: state, key and partitions (see `OVER_SEEDS`) have a leading axis, one
+        simulation a seed; records have it after the one of rounds.
     """
 
     @partial(jax.jit, donate_argnums=0)
@@ -176,9 +193,14 @@ def make_advance(
             return jax.lax.with_sharding_constraint(state, sharding)
 
         def one_round(state, round_index):
-            state, record = run_round(
-                algorithm, data, state, round_index, key, cohort, schedule
-            )
+            def of_seed(data, state, key):
+                return run_round(
+                    algorithm, data, state, round_index, key, cohort, schedule
+                )
+
+            if over_seeds:
+                of_seed = jax.vmap(of_seed, in_axes=(OVER_SEEDS, 0, 0))
+            state, record = of_seed(data, state, key)
             return in_place(state), record
 
         record_shape = jax.eval_shape(one_round, state, first_round)[1]
