@@ -7,6 +7,7 @@ from pathlib import Path
 import experiments
 
 _PLUMBING = {"__main__", "cli", "driver", "flags", "launch", "results", "setup"}
+_PLUMBING |= {"bench.timing", "bench.torch_fedtp"}
 
 
 def describe() -> list[tuple[str, str]]:

@@ -4,6 +4,9 @@
 for each personal leaf (one a block for the ViT). Which leaves are personal is given by
 a template, so the same hypernetwork serves any model. Emission and pull-back treat the
 whole cohort at once.
+
+A dense head has a number for each feature and each emitted weight: 178 M for the
+paper's ViT of 2 M. With a budget a head emits a low-rank change of a learned base.
 """
 
 import itertools
@@ -39,6 +42,9 @@ class HypernetworkConfig:
       feature_norm: the trunk's output is scaled to this norm, so that a step of the
         heads moves a client's emission by lr * weight * feature_norm^2 of what is
         missing; 0 leaves it as it is, as the paper does.
+      parameters: budget for phi, the embeddings apart; 0 for dense heads. A head then
+        is `base + A(z) B`: base and B are learned, the features give A, and the rank is
+        the largest that the budget allows, the same for all heads.
     """
 
     embedding_dim: int = 128
@@ -47,6 +53,7 @@ class HypernetworkConfig:
     start: Literal["paper", "model"] = "model"
     spread: float = 1.5
     feature_norm: float = 7.0
+    parameters: float = 0
 
 
 PAPER = HypernetworkConfig(
@@ -59,7 +66,8 @@ class Hypernetwork(NamedTuple):
     """phi (trunk and heads) and the embedding table z.
 
     Attributes:
-      phi: `{"trunk": [{"kernel", "bias"}, ...], "heads": template of the same}`.
+      phi: `{"trunk": [{"kernel", "bias"}, ...], "heads": template of the same}`; a
+        low-rank head's kernel gives A, its bias is the base, its `factor` is B.
       embeddings: one row a client.
     """
 
@@ -80,9 +88,11 @@ def init_hypernetwork(
       config: sizes and initial values.
 
     Raises:
-      InputError: a size below 1, or a spread that is not a finite number >= 0.
+      InputError: a size below 1, a spread that is not a finite number >= 0, or a budget
+        that does not even allow rank 1.
     """
     check_config(config)
+    rank = head_rank(template, config)
     embedding_key, trunk_key, head_key = jax.random.split(key, 3)
     embeddings = jax.random.normal(embedding_key, (num_clients, config.embedding_dim))
     widths = [config.embedding_dim, *[config.hidden] * (config.layers + 1)]
@@ -96,18 +106,15 @@ def init_hypernetwork(
         )
     ]
     leaves, structure = jax.tree.flatten(template)
+    features = _features(trunk, embeddings, config)
     heads = [
-        _init_linear(leaf_key, config.hidden, leaf.size)
+        _init_dense_head(leaf_key, leaf, features, config)
+        if rank is None
+        else _init_low_rank_head(leaf_key, leaf, features, config, rank)
         for leaf_key, leaf in zip(
             jax.random.split(head_key, len(leaves)), leaves, strict=True
         )
     ]
-    if config.start == "model":
-        features = _features(trunk, embeddings, config)
-        heads = [
-            _centred_head(head, leaf, features, config.spread)
-            for head, leaf in zip(heads, leaves, strict=True)
-        ]
     phi = {"trunk": trunk, "heads": jax.tree.unflatten(structure, heads)}
     return Hypernetwork(phi, embeddings)
 
@@ -115,7 +122,7 @@ def init_hypernetwork(
 def check_config(config: HypernetworkConfig) -> None:
     """Raises InputError for a size that is too small, or a number not finite."""
     smallest = {"embedding_dim": 1, "hidden": 1, "layers": 0}
-    smallest |= {"spread": 0, "feature_norm": 0}
+    smallest |= {"spread": 0, "feature_norm": 0, "parameters": 0}
     for name, least in smallest.items():
         value = getattr(config, name)
         if not least <= value < math.inf:
@@ -142,23 +149,88 @@ def _init_he(key: PRNGKey, inputs: int, outputs: int) -> Params:
     return {"kernel": kernel, "bias": jnp.zeros(outputs)}
 
 
-def _centred_head(
-    head: Params,
+def head_rank(template: Tree, config: HypernetworkConfig) -> int | None:
+    """The rank of the heads that the budget allows; None for dense heads.
+
+    Args:
+      template: the personal parameters of one client, or their shapes.
+      config: with the budget.
+
+    Raises:
+      InputError: the budget does not allow rank 1.
+    """
+    if not config.parameters:
+        return None
+    trunk = (config.embedding_dim + config.layers * config.hidden) * config.hidden
+    fixed = trunk + (config.layers + 1) * config.hidden + tree.num_elements(template)
+    sides = [_sides(leaf) for leaf in jax.tree.leaves(template)]
+    a_rank = sum(config.hidden * small + large for small, large in sides)
+    rank = int((config.parameters - fixed) // a_rank)
+    if rank < 1:
+        raise InputError(
+            f"hypernetwork parameters is {config.parameters:g}; allowed is 0 (dense "
+            f"heads) or {fixed + a_rank:,} or more (heads of rank 1)"
+        )
+    # A higher rank than the smaller side adds nothing.
+    return min(rank, max(small for small, _ in sides))
+
+
+def _sides(leaf: Any) -> tuple[int, int]:
+    """The smaller and the larger side of a leaf as a matrix of its first axis."""
+    rows = leaf.shape[0] if leaf.ndim > 1 else 1
+    columns = math.prod(leaf.shape) // rows
+    return min(rows, columns), max(rows, columns)
+
+
+def _init_dense_head(
+    key: PRNGKey,
     leaf: Array,
     features: Float[Array, "clients hidden"],
-    spread: float,
+    config: HypernetworkConfig,
 ) -> Params:
-    """A head whose emissions average `leaf`, and differ by spread * std(leaf)."""
-    mean = features.mean(axis=0)
+    """With `start="model"`, emissions average `leaf` and differ by spread * std."""
+    head = _init_linear(key, config.hidden, leaf.size)
+    if config.start == "paper":
+        return head
+    kernel = _telling_apart(head["kernel"], features, config.spread * jnp.std(leaf))
+    return {"kernel": kernel, "bias": leaf.reshape(-1) - features.mean(axis=0) @ kernel}
+
+
+def _init_low_rank_head(
+    key: PRNGKey,
+    leaf: Array,
+    features: Float[Array, "clients hidden"],
+    config: HypernetworkConfig,
+    rank: int,
+) -> Params:
+    """Emissions average `leaf`; along each row of B they differ by spread * std."""
+    small, large = _sides(leaf)
+    rank = min(rank, small)
+    kernel_key, factor_key = jax.random.split(key)
+    # Orthonormal rows: a step of A moves an emission by what of its gradient lies in
+    # their span, and as far as a step of a dense head would.
+    factor = jnp.linalg.qr(jax.random.normal(factor_key, (large, rank)))[0].T
+    kernel = _init_linear(kernel_key, config.hidden, small * rank)["kernel"]
+    if config.start == "model":
+        kernel = _telling_apart(kernel, features, config.spread * jnp.std(leaf))
+    head = {"kernel": kernel, "factor": factor, "bias": jnp.zeros(leaf.size)}
+    mean = _emit_leaf(head, features.mean(axis=0)[None], leaf)[0]
+    return head | {"bias": (leaf - mean).reshape(-1)}
+
+
+def _telling_apart(
+    kernel: Float[Array, "hidden out"],
+    features: Float[Array, "clients hidden"],
+    deviation: Array,
+) -> Float[Array, "hidden out"]:
+    """The kernel scaled so that what it gives clients differs by `deviation`."""
     # A kernel of independent entries with variance s^2 emits differences of variance
     # s^2 * sum_j Var(feature j).
     difference = jnp.sqrt(jnp.sum(jnp.var(features, axis=0)))
     size = jnp.sqrt(jnp.mean(jnp.sum(features**2, axis=1)))
     # Clients that the trunk does not tell apart (one client, say) get no larger kernel.
     difference = jnp.where(difference > 1e-2 * size, difference, size + 1e-6)
-    kernel = head["kernel"] / jnp.std(head["kernel"])
-    kernel = kernel * spread * jnp.std(leaf) / difference
-    return {"kernel": kernel, "bias": leaf.reshape(-1) - mean @ kernel}
+    return kernel / jnp.std(kernel) * deviation / difference
 
 
 def _features(
@@ -192,12 +264,26 @@ def emit(
     """
     features = _features(phi["trunk"], z, config)
 
-    def from_head(leaf: Any, head: Params) -> Array:
-        product = jnp.matmul(features, head["kernel"], precision="highest")
-        flat = product + head["bias"]
-        return flat.reshape(len(z), *leaf.shape)
+    return jax.tree.map(
+        lambda leaf, head: _emit_leaf(head, features, leaf), template, phi["heads"]
+    )
 
-    return jax.tree.map(from_head, template, phi["heads"])
+
+def _emit_leaf(
+    head: Params, features: Float[Array, "cohort hidden"], leaf: Any
+) -> Float[Array, "cohort ..."]:
+    product = jnp.matmul(features, head["kernel"], precision="highest")
+    if "factor" in head:
+        small, large = _sides(leaf)
+        product = jnp.matmul(
+            product.reshape(len(features), small, -1),
+            head["factor"],
+            precision="highest",
+        )
+        is_tall = leaf.ndim > 1 and leaf.shape[0] == large
+        product = product.mT if is_tall else product
+    flat = product.reshape(len(features), -1) + head["bias"]
+    return flat.reshape(len(features), *leaf.shape)
 
 
 def emit_rows(

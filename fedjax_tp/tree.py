@@ -6,11 +6,12 @@ structure of the whole and `merge` needs no bookkeeping.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from fedjax_tp.types import Array, Bool, Float, Int, Tree
+from fedjax_tp.types import Array, Bool, Float, Int, Shaped, Tree
 
 PathPredicate = Callable[[str], bool]
 
@@ -91,6 +92,51 @@ def rows_all_finite(stacked: Tree, rows: int) -> Bool[Array, " rows"]:
     for leaf in jax.tree.leaves(stacked):
         finite &= jnp.isfinite(leaf).reshape(rows, -1).all(axis=1)
     return finite
+
+
+Flat = dict[str, Shaped[Array, "rows _"]]
+"""The rows of a stacked tree as one matrix for each dtype, by the dtype's name."""
+
+
+def flatten_rows(stacked: Tree) -> Flat:
+    """One row of numbers a row of the tree; undone by `unflatten_rows`.
+
+    What is done to whole rows (choose, add, check, move) then is one operation, and not
+    one a leaf: less to compile, fewer passes.
+    """
+    by_type: dict[str, list[Array]] = {}
+    for leaf in map(_key_data, jax.tree.leaves(stacked)):
+        flat = leaf.reshape(leaf.shape[0], -1)
+        by_type.setdefault(leaf.dtype.name, []).append(flat)
+    return {name: jnp.concatenate(flats, axis=1) for name, flats in by_type.items()}
+
+
+def unflatten_rows(flat: Flat, like: Tree) -> Tree:
+    """The stacked tree whose rows are those of `flat`.
+
+    Args:
+      flat: from `flatten_rows`; may have another number of rows than `like`.
+      like: arrays or shape structs; gives structure, shapes and types.
+    """
+    offsets = dict.fromkeys(flat, 0)
+
+    def next_leaf(leaf: Any) -> Array:
+        is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        data = jax.eval_shape(jax.random.key_data, leaf) if is_key else leaf
+        name, size = data.dtype.name, math.prod(data.shape[1:])
+        rows = flat[name][:, offsets[name] : offsets[name] + size]
+        offsets[name] += size
+        rows = rows.reshape(-1, *data.shape[1:])
+        if is_key:
+            return jax.random.wrap_key_data(rows, impl=jax.random.key_impl(leaf))
+        return rows
+
+    return jax.tree.map(next_leaf, like)
+
+
+def _key_data(leaf: Array) -> Array:
+    is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(leaf) if is_key else leaf
 
 
 def num_elements(tree: Tree) -> int:

@@ -1,6 +1,10 @@
 """What several tests need: P1003 (a set of awkward size) and a small federated task."""
 
 import itertools
+import os
+
+# Before JAX starts: meshes of up to four devices on any machine.
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 
 import jax
 import jax.numpy as jnp

@@ -174,14 +174,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         start_tuned()
     return cli.run_main(
-        lambda: _run(
-            cli.tyro_cli(Flags, argv, __doc__ or "", "experiments.bench.round", Flags())
+        lambda: timing.check_positive_and_run(
+            run,
+            cli.tyro_cli(
+                Flags, argv, __doc__ or "", "experiments.bench.round", Flags()
+            ),
         )
     )
-
-
-def _run(flags: Flags) -> None:
-    run(flags)
 
 
 if __name__ == "__main__":

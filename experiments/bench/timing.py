@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.cli import to_flat
 from experiments.launch import place, replicate
 from fedjax_tp import algorithms
 from fedjax_tp.algorithms import Algorithm, ClientOptimizer, Setting
@@ -17,6 +18,7 @@ from fedjax_tp.hypernetwork import PAPER, HypernetworkConfig
 from fedjax_tp.models import task as tasks
 from fedjax_tp.simulation.cohort import LocalSchedule
 from fedjax_tp.simulation.rounds import init_state, make_advance, state_sharding
+from fedjax_tp.types import InputError
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -85,6 +87,12 @@ def fedtp_of(
     )
 
 
+def fedavg_of(task: tasks.Task, num_clients: int) -> Algorithm:
+    """FedAvg with the client optimizer of the paper's code."""
+    client = ClientOptimizer(0.01, 0.9, 1e-5)
+    return algorithms.REGISTRY["fedavg"](Setting(task, num_clients, client))
+
+
 def round_timer(
     algorithm: Algorithm,
     data: FederatedDataset,
@@ -109,6 +117,23 @@ def round_timer(
         return time.perf_counter() - start
 
     return timed
+
+
+def check_positive_and_run(run: Callable[[Any], Any], flags: Any) -> None:
+    """Runs a benchmark.
+
+    Raises:
+      InputError: a number among its flags is below 1.
+    """
+    for name, value in to_flat(flags).items():
+        numbers = value if isinstance(value, tuple) else (value,)
+        for number in numbers:
+            is_count = isinstance(number, int) and not isinstance(number, bool)
+            if is_count and number < 1 and name != "process_id":
+                raise InputError(
+                    f"{name.replace('_', ' ')} is {number}; allowed is 1 or more"
+                )
+    run(flags)
 
 
 def report(**figures: Any) -> None:

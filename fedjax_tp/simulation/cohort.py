@@ -110,7 +110,7 @@ def run_cohort(
             1,
             schedule,
         )
-        return jax.tree.map(lambda leaf: leaf[0], outputs.mean), outputs.rows
+        return outputs._replace(mean=jax.tree.map(lambda leaf: leaf[0], outputs.mean))
 
     @train.def_vmap
     def train_cohorts_as_one(axis_size, in_batched, *inputs):
@@ -152,22 +152,22 @@ def run_cohort(
             schedule,
         )
         by_run = jax.tree.map(
-            lambda leaf: leaf.reshape(axis_size, cohort, *leaf.shape[1:]), outputs.rows
+            lambda leaf: leaf.reshape(axis_size, cohort, *leaf.shape[1:]),
+            outputs._replace(mean=None),
         )
-        return (outputs.mean, by_run), jax.tree.map(
-            lambda _: True, (outputs.mean, by_run)
-        )
+        outputs = by_run._replace(mean=outputs.mean)
+        return outputs, jax.tree.map(lambda _: True, outputs)
 
-    mean, rows = train(data, message, kept, ids, keys)
+    outputs = train(data, message, kept, ids, keys)
     sizes = client_sizes(data, ids)
-    counts = rows.is_finite & (sizes > 0)
+    counts = outputs.is_finite & (sizes > 0)
     weights = jnp.where(counts, sizes, 0).astype(jnp.float32)
     total = jnp.maximum(weights.sum(), 1)
-    mean = jax.tree.map(lambda leaf: (leaf / total).astype(leaf.dtype), mean)
+    mean = jax.tree.map(lambda leaf: (leaf / total).astype(leaf.dtype), outputs.mean)
     return CohortResult(
-        Update(mean, rows.personal, rows.kept, rows.metrics),
+        outputs.update._replace(mean=mean),
         weights / total,
-        rows.is_finite,
+        outputs.is_finite,
         counts,
     )
 
@@ -176,17 +176,24 @@ def _flatten(stacked: Tree) -> Tree:
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), stacked)
 
 
-class _Rows(NamedTuple):
-    """One row a client of the cohort; clients that were not trained have zeros."""
+class _Outputs(NamedTuple):
+    """`mean` is sum of n_k * mean, one a run; the rest has a row a client."""
 
-    personal: Tree
-    kept: Tree
-    metrics: Tree
+    mean: Tree
+    update: Update
     is_finite: Bool[Array, " cohort"]
 
 
-class _Outputs(NamedTuple):
-    mean: Tree  # sum of n_k * mean, one a run
+class _Rows(NamedTuple):
+    """What comes from each client; zeros for those not trained here."""
+
+    own: tree.Flat
+    metrics: Tree
+    is_finite: Any
+
+
+class _Totals(NamedTuple):
+    mean: tree.Flat
     rows: _Rows
 
 
@@ -289,21 +296,13 @@ def _train_cohorts(
     if mesh is None or mesh.size == 1:
         return _train_lanes(algorithm, schedule, num_runs, 1, *inputs)
 
-    def on_device(*inputs):
-        outputs = _train_lanes(algorithm, schedule, num_runs, mesh.size, *inputs)
-        # A client ends on one device, and has zeros on the others.
-        is_finite = outputs.rows.is_finite
-        outputs = outputs._replace(
-            rows=outputs.rows._replace(is_finite=(~is_finite).astype(jnp.int32))
-        )
-        total = jax.lax.psum(outputs, MESH_AXIS)
-        return total._replace(
-            rows=total.rows._replace(is_finite=total.rows.is_finite == 0)
-        )
-
     whole = PartitionSpec()
     return jax.shard_map(
-        on_device, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False
+        lambda *inputs: _train_lanes(algorithm, schedule, num_runs, mesh.size, *inputs),
+        mesh=mesh,
+        in_specs=whole,
+        out_specs=whole,
+        check_vma=False,
     )(*inputs)
 
 
@@ -319,11 +318,12 @@ def _train_lanes(
     keys: Any,
     run_of: Int[Array, " cohort"],
 ) -> _Outputs:
-    """Trains the clients that end in the lanes of this device."""
+    """Trains the clients in this device's lanes; the outputs are of all devices."""
     lanes, cohort = schedule.lanes, ids.shape[0]
     timeline = _timeline(
         num_local_steps(client_sizes(data, ids), schedule), devices * lanes
     )
+    may_change = devices * lanes > 1
     device = jax.lax.axis_index(MESH_AXIS) if devices > 1 else 0
     lane = device * lanes + jnp.arange(lanes, dtype=jnp.int32)
     all_lanes = jnp.arange(devices * lanes, dtype=jnp.int32)
@@ -333,11 +333,15 @@ def _train_lanes(
         jnp.where(first_turns.exists & first_turns.leaves, first_turns.last, 0)
     )
 
-    def received(place: Array) -> Message:
+    shared, own = tree.flatten_rows(message.shared), (message.personal, kept)
+    own_rows = tree.flatten_rows(own)
+
+    def received(place: Array) -> tuple[Message, Tree]:
+        """What clients were sent, and what they kept."""
         run = run_of.at[place].get(mode="clip")
-        return Message(
-            tree.take(message.shared, run), tree.take(message.personal, place)
-        )
+        sent = tree.unflatten_rows(tree.take(shared, run), message.shared)
+        personal, kept = tree.unflatten_rows(tree.take(own_rows, place), own)
+        return Message(sent, personal), kept
 
     def fresh(turn: Array) -> _Lanes:
         """Lanes whose clients are about to begin."""
@@ -346,9 +350,7 @@ def _train_lanes(
         client_keys = jax.vmap(jax.random.split)(tree.take(keys, place))
         size = client_sizes(data, id)
         orders = jax.vmap(_epoch_orders, in_axes=(0, 0, None))
-        carry = jax.vmap(algorithm.client_start)(
-            received(place), tree.take(kept, place), client_keys[:, 1]
-        )
+        carry = jax.vmap(algorithm.client_start)(*received(place), client_keys[:, 1])
         return _Lanes(
             turn,
             jnp.ones(lanes, bool),
@@ -360,17 +362,25 @@ def _train_lanes(
             carry,
         )
 
+    def finish(state: _Lanes) -> Update:
+        sent, _ = received(state.place)
+        return jax.vmap(algorithm.client_finish)(sent, state.carry)
+
     def is_waiting(state: _Lanes, is_exchanged: Array) -> Array:
         """Lanes that are idle and have a client that may begin."""
         turn = _turn(timeline, lane, state.turn)
         return ~state.is_busy & turn.exists & ((turn.first == 0) | is_exchanged)
 
-    def load(state: _Lanes, changing: Tree, is_exchanged: Array) -> _Lanes:
+    def load(state: _Lanes, changing: tree.Flat, is_exchanged: Array) -> _Lanes:
         begins = is_waiting(state, is_exchanged)
         first = _turn(timeline, lane, state.turn).first
         new = fresh(state.turn)
-        carry = tree.where_rows(first > 0, changing, new.carry)
-        return tree.where_rows(begins, new._replace(done=first, carry=carry), state)
+        if may_change:
+            came = tree.unflatten_rows(changing, new.carry)
+            carry = tree.where_rows(first > 0, came, new.carry)
+            new = new._replace(done=first, carry=carry)
+        # A single lane is loaded only when it waits.
+        return new if lanes == 1 else tree.where_rows(begins, new, state)
 
     def advance(state: _Lanes, time: Array, deadline: Array) -> tuple[_Lanes, Array]:
         """Steps all lanes until a client leaves its lane; the idle ones for nothing."""
@@ -388,28 +398,33 @@ def _train_lanes(
         return state._replace(done=state.done + count, carry=carry), time + count
 
     def unload(
-        state: _Lanes, changing: Tree, outputs: _Outputs
-    ) -> tuple[_Lanes, Tree, _Outputs]:
+        state: _Lanes, changing: tree.Flat, outputs: _Totals
+    ) -> tuple[_Lanes, tree.Flat, _Totals]:
         """Takes the results of clients that are done, and keeps those that go on."""
         turn = _turn(timeline, lane, state.turn)
         is_over = state.is_busy & (state.done >= turn.last)
         is_done = is_over & ~turn.leaves
-        update = jax.vmap(algorithm.client_finish)(received(state.place), state.carry)
-        is_finite = tree.rows_all_finite(update, lanes)
+        update = finish(state)
+        flat = tree.flatten_rows(update.mean), tree.flatten_rows(_own(update))
+        is_finite = tree.rows_all_finite((flat, update.metrics), lanes)
         counts = is_done & is_finite
-        clean = tree.zero_rows_unless(counts, update._replace(metrics={}))
+        mean, own = tree.zero_rows_unless(counts, flat)
         weights = jnp.where(counts, client_sizes(data, state.id), 0)
         run = run_of[state.place]
         by_run = jnp.where(run == jnp.arange(num_runs)[:, None], weights, 0)
         mean = jax.tree.map(
-            jnp.add, outputs.mean, tree.weighted_sums(clean.mean, by_run * 1.0)
+            jnp.add, outputs.mean, tree.weighted_sums(mean, by_run * 1.0)
         )
-        rows = _Rows(clean.personal, clean.kept, update.metrics, is_finite)
+        rows = _Rows(own, update.metrics, is_finite)
         place = jnp.where(is_done, state.place, cohort)
         return (
             state._replace(turn=state.turn + is_over, is_busy=state.is_busy & ~is_over),
-            tree.where_rows(is_over & turn.leaves, state.carry, changing),
-            _Outputs(mean, tree.put(outputs.rows, place, rows)),
+            tree.where_rows(
+                is_over & turn.leaves, tree.flatten_rows(state.carry), changing
+            )
+            if may_change
+            else changing,
+            _Totals(mean, tree.put(outputs.rows, place, rows)),
         )
 
     def one_change(carried):
@@ -445,35 +460,47 @@ def _train_lanes(
 
     state = fresh(_first_turn(timeline, lane))
     state = state._replace(is_busy=jnp.zeros(lanes, bool))
-    update = jax.eval_shape(
-        jax.vmap(algorithm.client_finish), received(state.place), state.carry
-    )
+    update = jax.eval_shape(finish, state)
 
     def zeros(rows: int, stacked: Tree) -> Tree:
         return jax.tree.map(
             lambda leaf: jnp.zeros((rows, *leaf.shape[1:]), leaf.dtype), stacked
         )
 
-    nothing = _Outputs(
-        zeros(num_runs, update.mean),
+    nothing = _Totals(
+        zeros(num_runs, jax.eval_shape(tree.flatten_rows, update.mean)),
         _Rows(
-            zeros(cohort, update.personal),
-            zeros(cohort, update.kept),
+            zeros(cohort, jax.eval_shape(tree.flatten_rows, _own(update))),
             zeros(cohort, update.metrics),
             jnp.ones(cohort, bool),
         ),
     )
-    carried = (state, state.carry, nothing, jnp.int32(0))
-    return jax.lax.fori_loop(0, 2, phase, carried)[2]
+    changing = tree.flatten_rows(state.carry) if may_change else {}
+    carried = (state, changing, nothing, jnp.int32(0))
+    mean, rows = jax.lax.fori_loop(0, 2, phase, carried)[2]
+    if devices > 1:
+        # A client ends on one device, and has zeros on the others.
+        is_missing = (~rows.is_finite).astype(jnp.int32)
+        mean, rows, is_missing = jax.lax.psum(
+            (mean, rows._replace(is_finite=None), is_missing), MESH_AXIS
+        )
+        rows = rows._replace(is_finite=is_missing == 0)
+    personal, kept = tree.unflatten_rows(rows.own, _own(update))
+    return _Outputs(
+        tree.unflatten_rows(mean, update.mean),
+        update._replace(mean=None, personal=personal, kept=kept, metrics=rows.metrics),
+        rows.is_finite,
+    )
+
+
+def _own(update: Update) -> tuple[Tree, Tree]:
+    return update.personal, update.kept
 
 
 def _to_lane_before(stacked: Tree, devices: int) -> Tree:
     """Row i + 1 in row i, across devices; the last lane gets what nobody needs."""
 
     def shift(leaf: Array) -> Array:
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            data = shift(jax.random.key_data(leaf))
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
         first = leaf[:1]
         if devices > 1:
             pairs = [(device, device - 1) for device in range(1, devices)]

@@ -1,0 +1,143 @@
+"""What do unequal clients cost, against the least they can and against padding?
+
+    python -m experiments.bench.skew
+
+runs rounds of 64 clients whose sizes follow Zipf's law (1.2) and a Dirichlet draw (0.1)
+and compares with the bound: max(total steps / L, the longest client) steps of L equal
+clients, L being all lanes of all devices. The last line is JSON: `ratio` is the larger
+of the two ratios of measured time and bound.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+import tyro
+
+from experiments import cli
+from experiments.bench import timing
+from experiments.flags import DeviceFlags
+from experiments.launch import make_mesh, start_tuned
+from fedjax_tp.models import task as tasks
+from fedjax_tp.models.vit import ViT
+from fedjax_tp.simulation.cohort import LocalSchedule
+
+_IMAGE = (28, 28, 1)
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Flags of the skew benchmark."""
+
+    device: Annotated[DeviceFlags, tyro.conf.arg(name="")] = DeviceFlags()
+    clients: int = 64
+    """Clients in a round."""
+    steps: int = 1280
+    """Steps of all of them together, about."""
+    batch_size: int = 16
+    """Examples a step."""
+    lanes: int = 1
+    """Clients at a time on one device."""
+    dim: int = 64
+    """Width of the ViT."""
+    depth: int = 2
+    """Its blocks."""
+    rounds: int = 3
+    """Rounds timed; the median counts."""
+    padding: bool = True
+    """Also time every client as long as the longest."""
+
+
+def zipf_sizes(clients: int, total: int, exponent: float = 1.2) -> np.ndarray:
+    """Examples of each client, in proportion to rank ** -exponent, at least one."""
+    shares = np.arange(1, clients + 1) ** -exponent
+    return np.maximum(1, np.round(total * shares / shares.sum())).astype(int)
+
+
+def dirichlet_sizes(clients: int, total: int, alpha: float = 0.1) -> np.ndarray:
+    """Examples of each client, in proportion to a Dirichlet draw, at least one."""
+    shares = np.random.default_rng(0).dirichlet(np.full(clients, alpha))
+    return np.maximum(1, np.round(total * shares)).astype(int)
+
+
+def run(flags: Flags) -> dict[str, float | int | str]:
+    """Times the rounds and prints the comparison; returns the figures."""
+    mesh = make_mesh(flags.device)
+    model = ViT(
+        10,
+        patch_size=7,
+        dim=flags.dim,
+        depth=flags.depth,
+        heads=4,
+        head_dim=16,
+        mlp_dim=2 * flags.dim,
+    )
+    task = tasks.classification(model, _IMAGE)
+    lanes = flags.lanes * mesh.size
+
+    def seconds(sizes: Sequence[int] | np.ndarray) -> float:
+        algorithm = timing.fedavg_of(task, len(sizes))
+        data = timing.federation(list(sizes), _IMAGE, examples=10_000)
+        schedule = LocalSchedule(
+            flags.batch_size, 1, int(max(sizes)), flags.lanes, mesh
+        )
+        timed = timing.round_timer(algorithm, data, len(sizes), schedule)
+        return statistics.median(timed() for _ in range(flags.rounds))
+
+    # Two lengths, so that what a round costs beside its steps is not counted as steps.
+    equal = max(2, flags.steps // lanes)
+    short, long = (
+        seconds([steps * flags.batch_size] * lanes) for steps in (equal // 2, equal)
+    )
+    step = (long - short) / (equal - equal // 2)
+    print(
+        f"one step of {lanes} equal clients: {1000 * step:.2f} ms "
+        f"({mesh.size} x {mesh.devices.flat[0].device_kind}, {flags.lanes} at a time "
+        "on each)"
+    )
+    figures: dict[str, float | int | str] = {
+        "benchmark": "skew",
+        "device": mesh.devices.flat[0].device_kind,
+        "devices": mesh.size,
+        "lanes": lanes,
+    }
+    total = flags.steps * flags.batch_size
+    for name, sizes in {
+        "zipf": zipf_sizes(flags.clients, total),
+        "dirichlet": dirichlet_sizes(flags.clients, total),
+    }.items():
+        steps = -(-sizes // flags.batch_size)
+        bound = max(steps.sum() / lanes, steps.max()) * step
+        measured = seconds(sizes)
+        figures[f"{name}_ratio"] = round(measured / bound, 3)
+        line = (
+            f"{name:>9}: {steps.min()} to {steps.max()} steps a client, {steps.sum()} "
+            f"in all: {measured:.2f} s, bound {bound:.2f} s, ratio "
+            f"{measured / bound:.2f}"
+        )
+        if flags.padding:
+            padded = seconds([int(sizes.max())] * flags.clients)
+            figures[f"{name}_padding_ratio"] = round(padded / bound, 2)
+            line += f"; padded to the longest {padded:.2f} s, {padded / bound:.1f}"
+        print(line, flush=True)
+    ratio = max(float(figures["zipf_ratio"]), float(figures["dirichlet_ratio"]))
+    timing.report(**figures, ratio=ratio)
+    return figures | {"ratio": ratio}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    if argv is None:
+        start_tuned()
+    return cli.run_main(
+        lambda: timing.check_positive_and_run(
+            run,
+            cli.tyro_cli(Flags, argv, __doc__ or "", "experiments.bench.skew", Flags()),
+        )
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
