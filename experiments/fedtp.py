@@ -115,7 +115,8 @@ def _run_on(mesh: Mesh, flags: Flags, names: Sequence[str], console: Console) ->
     )
     algorithms.check_setting(setting)
     built = [algorithms.REGISTRY[name](setting) for name in names]
-    plans = results.plan_all(built, prepared)
+    limit = launch.memory_limit(flags.device, mesh)
+    prepared, plans = results.plan_all(built, prepared, flags.training, limit)
     out = setup.open_run(EXPERIMENT, flags, prepared)
     console.print(f"run folder: {out}", soft_wrap=True)
     results.print_plan(console, prepared, flags.training, plans)

@@ -110,5 +110,7 @@ class DeviceFlags:
     """Which of them this is, from 0."""
     distributed: bool = False
     """Several processes, found by themselves (SLURM, Open MPI, cloud TPU)."""
+    memory_gb: float | None = None
+    """Memory of a device; unset: what it has free (of the machine, an equal share)."""
     tune_process: bool = True
     """On CPU, start the process anew with its buffers in huge pages."""

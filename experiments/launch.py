@@ -90,6 +90,42 @@ def make_mesh(flags: DeviceFlags) -> Mesh:
     return Mesh(np.array(chosen), (MESH_AXIS,))
 
 
+def memory_limit(flags: DeviceFlags, mesh: Mesh) -> int | None:
+    """Bytes that a device may use; None if that is not known.
+
+    Raises:
+      InputError: the flag is not a positive number.
+    """
+    if flags.memory_gb is not None:
+        if not 0 < flags.memory_gb < float("inf"):
+            raise InputError(f"memory gb is {flags.memory_gb}; allowed is above 0")
+        return int(1e9 * flags.memory_gb)
+    device = jax.local_devices()[0]
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    if device.platform != "cpu":
+        return None
+    available = _available_memory()
+    return None if available is None else available // len(mesh.local_devices)
+
+
+def _available_memory() -> int | None:
+    """Bytes of the machine that are free, or of the control group, if that has less."""
+    found = []
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        line = next(line for line in lines if line.startswith("MemAvailable"))
+        found.append(1024 * int(line.split()[1]))
+    with contextlib.suppress(OSError, ValueError):
+        limit, used = (
+            int(Path(f"/sys/fs/cgroup/memory.{name}").read_text(encoding="utf-8"))
+            for name in ("max", "current")
+        )
+        found.append(limit - used)
+    return min(found, default=None)
+
+
 def _num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

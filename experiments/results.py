@@ -17,7 +17,8 @@ from fedjax_tp.algorithms import Algorithm
 from fedjax_tp.data import partition
 from fedjax_tp.io import folder, metrics, plots, report
 from fedjax_tp.simulation import evaluation
-from fedjax_tp.simulation.plan import Plan, make_plan
+from fedjax_tp.simulation.plan import Plan, fitting_lanes, make_plan
+from fedjax_tp.types import InputError
 
 
 def print_plan(
@@ -63,7 +64,7 @@ def plan_table(plans: dict[str, Plan]) -> report.Table:
         ]
         for name, plan in plans.items()
     ]
-    title = "Parameters, bytes a client and round, memory (estimated)"
+    title = "Parameters, bytes a client and round, memory a device (estimated)"
     return report.Table(title, header, cells)
 
 
@@ -84,14 +85,51 @@ def _human(num_bytes: float) -> str:
     return f"{num_bytes:.3g} GB"
 
 
-def plan_all(algorithms: Sequence[Algorithm], setup: Setup) -> dict[str, Plan]:
-    """The plan of each algorithm, by name."""
-    return {
+def plan_all(
+    algorithms: Sequence[Algorithm],
+    setup: Setup,
+    training: TrainingFlags,
+    limit_bytes: int | None,
+) -> tuple[Setup, dict[str, Plan]]:
+    """The plan of each algorithm by name, and the setup with lanes that fit.
+
+    Raises:
+      InputError: the device's memory does not allow the run.
+    """
+    plans = {
         algorithm.name: make_plan(
-            algorithm, setup.task, setup.train, setup.cohort, setup.schedule
+            algorithm,
+            setup.task,
+            setup.train,
+            setup.cohort,
+            setup.schedule,
+            seeds=len(setup.seeds),
         )
         for algorithm in algorithms
     }
+    lanes, hungriest = fitting_lanes(
+        list(plans.values()), setup.schedule.lanes, limit_bytes
+    )
+    if lanes < (training.lanes or 1):
+        name = next(name for name, plan in plans.items() if plan == hungriest)
+        mesh_size = setup.schedule.mesh.size if setup.schedule.mesh else 1
+        smaller = ["--batch-size or the model"]
+        if len(setup.seeds) > 1:
+            smaller.insert(0, "--seeds")
+        if training.lanes and training.lanes > 1 and lanes >= 1:
+            smaller.insert(0, f"--lanes (to {lanes})")
+        elif mesh_size > 1 and jax.default_backend() == "cpu":
+            smaller.insert(0, "--devices")
+        needed = hungriest._replace(lanes=training.lanes or 1).memory_bytes
+        raise InputError(
+            f"{name} needs about {_human(needed)} on each of {mesh_size} devices; "
+            f"{_human(limit_bytes or 0)} are free; to make it fit, lower "
+            f"{', '.join(smaller)}"
+        )
+    return (
+        setup._replace(schedule=setup.schedule._replace(lanes=lanes)),
+        {name: plan._replace(lanes=lanes) for name, plan in plans.items()},
+    )
 
 
 def write_results(

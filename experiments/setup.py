@@ -138,7 +138,7 @@ def make_setup(
         batch_size=min(training.batch_size, capacity),
         local_epochs=training.local_epochs,
         capacity=capacity,
-        lanes=training.lanes or 1,
+        lanes=training.lanes or default_lanes(cohort * len(seeds), mesh),
         mesh=mesh,
     )
     notices = dataset.notices
@@ -157,6 +157,15 @@ def make_setup(
     return Setup(
         dataset, seeds, partitions, train, test, task, cohort, schedule, notices
     )
+
+
+def default_lanes(cohort: int, mesh: Mesh) -> int:
+    """Clients at a time on a device if memory is no matter.
+
+    One on CPU, where two would only push each other out of the caches; on accelerators
+    all that a device gets.
+    """
+    return 1 if jax.default_backend() == "cpu" else -(-cohort // mesh.size)
 
 
 def deal_to_clients(

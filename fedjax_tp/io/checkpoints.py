@@ -36,7 +36,7 @@ def _by_path(state: Tree) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
-def _checksum(leaf: jax.Array) -> int:
+def _checksum(leaf: jax.Array | np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(leaf).tobytes())
 
 

@@ -1,5 +1,6 @@
 """What a run will cost, from shapes alone: nothing is compiled or allocated here."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -10,21 +11,24 @@ from fedjax_tp.algorithms.base import Algorithm, Carry, Message
 from fedjax_tp.data.federated import FederatedDataset
 from fedjax_tp.models.task import Task
 from fedjax_tp.simulation.cohort import LocalSchedule
-from fedjax_tp.simulation.rounds import init_state
+from fedjax_tp.simulation.rounds import init_state, state_sharding
 from fedjax_tp.types import Batch, Tree
 
 
 class Plan(NamedTuple):
-    """Sizes of a run of one algorithm; bytes are of one client in one round.
+    """Sizes of a run of one algorithm; messages are of one client in one round.
 
     Attributes:
       client_parameters: numbers in the model a client trains.
       hypernetwork_parameters: numbers in the server's hypernetwork.
       bytes_down, bytes_up: sent to and by a sampled client in a round.
       state_bytes: server state and what all clients keep.
-      memory_bytes: estimate of the peak on the device: data, state and the new state,
-        and for each client of a chunk its parameters, gradients, optimizer state, and
-        the activations that its backward pass keeps.
+      fixed_bytes: on each device, whatever the lanes: data, state, and what a cohort
+        brings back.
+      lane_bytes: for each client that trains at a time: its parameters, gradients,
+        optimizer state, and the activations that its backward pass keeps.
+      server_bytes: what the server's update needs while no client trains.
+      lanes: as many.
     """
 
     client_parameters: int
@@ -32,7 +36,16 @@ class Plan(NamedTuple):
     bytes_down: int
     bytes_up: int
     state_bytes: int
-    memory_bytes: int
+    fixed_bytes: int
+    lane_bytes: int
+    server_bytes: int
+    lanes: int
+
+    @property
+    def memory_bytes(self) -> int:
+        """Estimate of the peak on each device."""
+        training = self.lanes * self.lane_bytes
+        return self.fixed_bytes + max(training, self.server_bytes)
 
 
 def make_plan(
@@ -41,8 +54,16 @@ def make_plan(
     data: FederatedDataset,
     cohort: int,
     schedule: LocalSchedule,
+    *,
+    seeds: int = 1,
 ) -> Plan:
-    """Plans a run; see `Plan`."""
+    """Plans a run; see `Plan`.
+
+    Args:
+      algorithm, task, data, cohort, schedule: as for the run.
+      seeds: simulations at once.
+    """
+    devices = 1 if schedule.mesh is None else schedule.mesh.size
     key = jax.eval_shape(lambda: jax.random.key(0))
     one = jax.ShapeDtypeStruct((1,), jnp.int32)
     state = jax.eval_shape(lambda k: init_state(algorithm, data.num_clients, k), key)
@@ -59,26 +80,63 @@ def make_plan(
         jax.eval_shape(lambda: _empty_batch(data, schedule.batch_size)),
         key,
     )
-    down = tree.num_bytes(message)
-    up = tree.num_bytes((update.mean, update.personal))
-    state_bytes = tree.num_bytes(state)
-    # New parameters and gradients stand beside the carry while a step is computed.
+    state_bytes = seeds * tree.num_bytes(state)
+    split_bytes = state_bytes
+    if schedule.mesh is not None:
+        leaves = jax.tree.leaves(state)
+        shardings = jax.tree.leaves(state_sharding(state, schedule.mesh))
+        split_bytes = seeds * sum(
+            tree.num_bytes(jax.ShapeDtypeStruct(s.shard_shape(leaf.shape), leaf.dtype))
+            for leaf, s in zip(leaves, shardings, strict=True)
+        )
+    # New parameters and gradients stand beside the carry while a step is computed; a
+    # client that comes from another lane has their place between two steps.
     per_client = (
-        2 * _array_bytes(carry) + tree.num_bytes(params) + tree.num_bytes(residuals)
+        2 * _array_bytes(carry)
+        + tree.num_bytes(params)
+        + tree.num_bytes(residuals)
+        + 4 * schedule.local_epochs * schedule.capacity
     )
-    cohort_bytes = cohort * tree.num_bytes((update.personal, update.kept, own, kept))
+    rows = (update.personal, update.kept, own, kept)
+    cohort_bytes = seeds * cohort * tree.num_bytes(rows)
     return Plan(
         client_parameters=tree.num_elements(params),
         hypernetwork_parameters=algorithm.hypernetwork_parameters,
-        bytes_down=down,
-        bytes_up=up,
+        bytes_down=tree.num_bytes(message),
+        bytes_up=tree.num_bytes((update.mean, update.personal)),
         state_bytes=state_bytes,
-        memory_bytes=tree.num_bytes(data)
-        + 2 * state_bytes
+        fixed_bytes=tree.num_bytes(data)
+        + split_bytes
         + cohort_bytes
-        + tree.num_bytes(update.mean)
-        + schedule.lanes * per_client,
+        + 2 * seeds * tree.num_bytes(update.mean),
+        lane_bytes=per_client,
+        server_bytes=4 * seeds * algorithm.hypernetwork_parameters // devices,
+        lanes=schedule.lanes,
     )
+
+
+def fitting_lanes(
+    plans: Sequence[Plan], most: int, limit_bytes: int | None
+) -> tuple[int, Plan]:
+    """The most lanes with which every plan fits, and the plan that needs most memory.
+
+    Args:
+      plans: of the algorithms of a run.
+      most: lanes that would be used if memory were no matter.
+      limit_bytes: of a device; None if it is not known.
+
+    Returns:
+      Lanes (0 if not even one client fits), and the plan.
+    """
+    hungriest = max(plans, key=lambda plan: plan._replace(lanes=1).memory_bytes)
+    lanes = most
+    if limit_bytes is not None:
+        for plan in plans:
+            if plan.fixed_bytes + plan.server_bytes > limit_bytes:
+                return 0, plan
+            room = limit_bytes - plan.fixed_bytes
+            lanes = min(lanes, room // max(plan.lane_bytes, 1))
+    return lanes, hungriest
 
 
 def _first_row(stacked: Tree) -> Tree:
