@@ -6,7 +6,16 @@ from pathlib import Path
 
 import experiments
 
-_PLUMBING = {"__main__", "cli", "driver", "flags", "launch", "results", "setup"}
+_PLUMBING = {
+    "__main__",
+    "cli",
+    "driver",
+    "flags",
+    "host_kept",
+    "launch",
+    "results",
+    "setup",
+}
 _PLUMBING |= {"bench.timing", "bench.torch_fedtp"}
 
 

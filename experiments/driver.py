@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import launch
+from experiments import host_kept, launch
 from experiments.cli import Interrupted
 from experiments.flags import RunFlags, TrainingFlags
 from experiments.setup import Setup, resume_command
@@ -96,7 +96,9 @@ def train(
 
     def init(key: jax.Array) -> SimulationState:
         def of_seed(key: jax.Array) -> SimulationState:
-            return init_state(algorithm, num_clients, key)
+            return init_state(
+                algorithm, num_clients, key, with_kept=not setup.kept_on_host
+            )
 
         return jax.vmap(of_seed)(key) if over_seeds else of_seed(key)
 
@@ -133,21 +135,36 @@ def train(
 
     started = time.perf_counter()
     max_rounds = min(run.eval_every, training.rounds)
-    advance = (
-        make_advance(
-            algorithm, setup.cohort, setup.schedule, max_rounds, over_seeds=over_seeds
+    capacity = int(np.max(setup.test.size))
+    chunk_size = training.chunk_size or setup.schedule.lanes
+    host = None
+    if setup.kept_on_host:
+        host = host_kept.open_run(
+            algorithm, setup, state, out / "clients" / name, capacity, chunk_size
         )
-        .lower(state, setup.train, key, done, 1)
-        .compile()
-    )
-    evaluate_all = evaluation.make_evaluate(
-        algorithm,
-        setup.task,
-        capacity=int(np.max(setup.test.size)),
-        chunk_size=training.chunk_size or setup.schedule.lanes,
-        mesh=mesh,
-        over_seeds=over_seeds,
-    )
+        if done:
+            host.load(checkpoint_folder, done)
+        advance, evaluate_all = host.advance, host.evaluate
+    else:
+        advance = (
+            make_advance(
+                algorithm,
+                setup.cohort,
+                setup.schedule,
+                max_rounds,
+                over_seeds=over_seeds,
+            )
+            .lower(state, setup.train, key, done, 1)
+            .compile()
+        )
+        evaluate_all = evaluation.make_evaluate(
+            algorithm,
+            setup.task,
+            capacity=capacity,
+            chunk_size=chunk_size,
+            mesh=mesh,
+            over_seeds=over_seeds,
+        )
     log_time("compile", done, started)
 
     def evaluate(state: SimulationState) -> list[tasks.Metrics]:
@@ -193,6 +210,9 @@ def train(
             is_last = done == training.rounds
             if done % checkpoint_every == 0 or is_last or stop:
                 started = time.perf_counter()
+                if host is not None:
+                    # First: a checkpoint means that the rows are there.
+                    host.save(checkpoint_folder, done)
                 whole = launch.to_host(state, mesh)
                 if launch.is_first_process():
                     checkpoints.save(checkpoint_folder, whole, done)

@@ -116,7 +116,9 @@ def _run_on(mesh: Mesh, flags: Flags, names: Sequence[str], console: Console) ->
     algorithms.check_setting(setting)
     built = [algorithms.REGISTRY[name](setting) for name in names]
     limit = launch.memory_limit(flags.device, mesh)
-    prepared, plans = results.plan_all(built, prepared, flags.training, limit)
+    prepared, plans = results.plan_all(
+        built, prepared, flags.training, flags.device, limit
+    )
     out = setup.open_run(EXPERIMENT, flags, prepared)
     console.print(f"run folder: {out}", soft_wrap=True)
     results.print_plan(console, prepared, flags.training, plans)

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from experiments.cli import to_flat
 from experiments.driver import Outcome, evaluation_row, mean_rows
-from experiments.flags import RunFlags, TrainingFlags
+from experiments.flags import DeviceFlags, RunFlags, TrainingFlags
 from experiments.setup import Setup, command_line
 from fedjax_tp.algorithms import Algorithm
 from fedjax_tp.data import partition
@@ -89,9 +89,10 @@ def plan_all(
     algorithms: Sequence[Algorithm],
     setup: Setup,
     training: TrainingFlags,
+    device: DeviceFlags,
     limit_bytes: int | None,
 ) -> tuple[Setup, dict[str, Plan]]:
-    """The plan of each algorithm by name, and the setup with lanes that fit.
+    """The plan of each algorithm by name, and the setup as the memory allows it.
 
     Raises:
       InputError: the device's memory does not allow the run.
@@ -107,6 +108,19 @@ def plan_all(
         )
         for algorithm in algorithms
     }
+    kept_on_host = device.kept_on_host == "yes"
+    if device.kept_on_host == "auto" and limit_bytes is not None:
+        kept_on_host = any(4 * p.kept_bytes > limit_bytes for p in plans.values())
+    if kept_on_host:
+        if len(setup.seeds) > 1 or jax.process_count() > 1:
+            raise InputError(
+                "what clients keep is on the host, which allows one seed and one "
+                "process; if the devices can hold it, pass --kept-on-host no"
+            )
+        plans = {
+            name: plan._replace(fixed_bytes=plan.fixed_bytes - plan.kept_bytes)
+            for name, plan in plans.items()
+        }
     lanes, hungriest = fitting_lanes(
         list(plans.values()), setup.schedule.lanes, limit_bytes
     )
@@ -127,7 +141,10 @@ def plan_all(
             f"{', '.join(smaller)}"
         )
     return (
-        setup._replace(schedule=setup.schedule._replace(lanes=lanes)),
+        setup._replace(
+            schedule=setup.schedule._replace(lanes=lanes),
+            kept_on_host=kept_on_host,
+        ),
         {name: plan._replace(lanes=lanes) for name, plan in plans.items()},
     )
 

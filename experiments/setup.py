@@ -51,6 +51,7 @@ class Setup(NamedTuple):
     cohort: int
     schedule: LocalSchedule
     notices: tuple[str, ...]
+    kept_on_host: bool = False
 
     @property
     def num_clients(self) -> int:

@@ -53,7 +53,7 @@ class HypernetworkConfig:
     start: Literal["paper", "model"] = "model"
     spread: float = 1.5
     feature_norm: float = 7.0
-    parameters: float = 0
+    parameters: float = 0.0
 
 
 PAPER = HypernetworkConfig(

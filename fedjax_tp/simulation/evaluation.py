@@ -1,7 +1,7 @@
 """Every client on its own test data with its own parameters."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +9,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedjax_tp import tree
-from fedjax_tp.algorithms.base import Algorithm, Message
+from fedjax_tp.algorithms.base import Algorithm, Message, ServerState
 from fedjax_tp.data.federated import FederatedDataset, client_sizes, gather
 from fedjax_tp.models.task import Metrics, Task
 from fedjax_tp.simulation.cohort import MESH_AXIS
 from fedjax_tp.simulation.rounds import OVER_SEEDS, SimulationState
-from fedjax_tp.types import Array, Float, Int, Tree
+from fedjax_tp.types import Array, Float, Tree
 
 Evaluate = Callable[[SimulationState, FederatedDataset], Metrics]
 
@@ -55,41 +55,98 @@ def make_evaluate(
       mesh: as in `LocalSchedule`.
       over_seeds: as in `make_advance`; metrics are `[seeds, clients]`.
     """
-    batch_size = max(1, min(capacity, 256))
     devices = 1 if mesh is None else mesh.size
+    evaluate_ids = _evaluate_ids(algorithm, task, capacity, chunk_size, mesh)
 
     def evaluate(state: SimulationState, data: FederatedDataset) -> Metrics:
         num_clients = data.num_clients
-        padding = -num_clients % (devices * chunk_size)
-        # Dealt in turns, so that each device has clients of every kind.
-        ids = jnp.arange(num_clients + padding).reshape(-1, chunk_size, devices)
-        by_device = jnp.moveaxis(ids, 2, 0)
+        ids = jnp.arange(num_clients + -num_clients % (devices * chunk_size))
+        found = evaluate_ids(state.server, tree.take(state.kept, ids), ids, data)
+        return jax.tree.map(lambda leaf: leaf[:num_clients], found)
 
-        def on_device(state, data, ids):
-            return jax.lax.map(lambda ids: evaluate_chunk(state, data, ids), ids[0])
+    if over_seeds:
+        return jax.jit(jax.vmap(evaluate, in_axes=(0, OVER_SEEDS)))
+    return jax.jit(evaluate)
 
+
+def make_evaluate_rows(
+    algorithm: Algorithm,
+    task: Task,
+    *,
+    capacity: int,
+    chunk_size: int,
+    mesh: Mesh | None = None,
+) -> Any:
+    """Compiles `evaluate(server, rows, ids, data) -> Metrics` of some clients.
+
+    For what clients keep outside the device: `rows` is theirs as `tree.flatten_rows`
+    gives it. There are as many ids as devices times `chunk_size`, or a multiple; an id
+    past the end is padding.
+
+    Args:
+      algorithm, task, capacity, chunk_size, mesh: as for `make_evaluate`.
+    """
+    evaluate_ids = _evaluate_ids(algorithm, task, capacity, chunk_size, mesh)
+
+    @jax.jit
+    def evaluate(server, rows, ids, data):
+        like = jax.eval_shape(
+            lambda server: tree.stack_copies(algorithm.init_kept(server), len(ids)),
+            server,
+        )
+        return evaluate_ids(server, tree.unflatten_rows(rows, like), ids, data)
+
+    return evaluate
+
+
+def _evaluate_ids(
+    algorithm: Algorithm,
+    task: Task,
+    capacity: int,
+    chunk_size: int,
+    mesh: Mesh | None,
+) -> Callable[[ServerState, Tree, Array, FederatedDataset], Metrics]:
+    """A function of server, what the clients kept, their ids, and data."""
+    batch_size = max(1, min(capacity, 256))
+    devices = 1 if mesh is None else mesh.size
+
+    def deal(leaf: Array) -> Array:
+        # In turns, so that each device has clients of every kind.
+        chunks = leaf.reshape(-1, chunk_size, devices, *leaf.shape[1:])
+        return jnp.moveaxis(chunks, 2, 0)
+
+    def evaluate(
+        server: ServerState, kept: Tree, ids: Array, data: FederatedDataset
+    ) -> Metrics:
+        def on_device(server, data, dealt):
+            def chunk(inputs):
+                return evaluate_chunk(server, data, *inputs)
+
+            found = jax.lax.map(chunk, jax.tree.map(lambda leaf: leaf[0], dealt))
+            return jax.tree.map(lambda leaf: leaf[None], found)
+
+        dealt = jax.tree.map(deal, (ids, kept))
         if mesh is None or devices == 1:
-            chunks = jax.tree.map(lambda m: m[None], on_device(state, data, by_device))
+            chunks = on_device(server, data, dealt)
         else:
             split, whole = PartitionSpec(MESH_AXIS), PartitionSpec()
             found = jax.shard_map(
-                lambda *inputs: jax.tree.map(lambda m: m[None], on_device(*inputs)),
+                on_device,
                 mesh=mesh,
                 in_specs=(whole, whole, split),
                 out_specs=split,
                 check_vma=False,
-            )(state, data, by_device)
+            )(server, data, dealt)
             # Every process reads all of it.
             chunks = jax.lax.with_sharding_constraint(found, NamedSharding(mesh, whole))
         return jax.tree.map(
-            lambda leaf: jnp.moveaxis(leaf, 0, 2).reshape(-1)[:num_clients], chunks
+            lambda leaf: jnp.moveaxis(leaf, 0, 2).reshape(-1, *leaf.shape[3:]), chunks
         )
 
     def evaluate_chunk(
-        state: SimulationState, data: FederatedDataset, ids: Int[Array, " chunk"]
+        server: ServerState, data: FederatedDataset, ids: Array, kept: Tree
     ) -> Metrics:
-        message = algorithm.broadcast(state.server, ids)
-        kept = tree.take(state.kept, ids)
+        message = algorithm.broadcast(server, ids)
         sizes = client_sizes(data, ids)
 
         def one_client(
@@ -110,9 +167,7 @@ def make_evaluate(
         num_steps = -(-sizes.max() // batch_size)
         return jax.lax.fori_loop(0, num_steps, add_step, zeros)
 
-    if over_seeds:
-        return jax.jit(jax.vmap(evaluate, in_axes=(0, OVER_SEEDS)))
-    return jax.jit(evaluate)
+    return evaluate
 
 
 def accuracies(metrics: Metrics) -> Float[np.ndarray, " clients"]:

@@ -23,6 +23,7 @@ class Plan(NamedTuple):
       hypernetwork_parameters: numbers in the server's hypernetwork.
       bytes_down, bytes_up: sent to and by a sampled client in a round.
       state_bytes: server state and what all clients keep.
+      kept_bytes: what all clients keep.
       fixed_bytes: on each device, whatever the lanes: data, state, and what a cohort
         brings back.
       lane_bytes: for each client that trains at a time: its parameters, gradients,
@@ -36,6 +37,7 @@ class Plan(NamedTuple):
     bytes_down: int
     bytes_up: int
     state_bytes: int
+    kept_bytes: int
     fixed_bytes: int
     lane_bytes: int
     server_bytes: int
@@ -105,6 +107,7 @@ def make_plan(
         bytes_down=tree.num_bytes(message),
         bytes_up=tree.num_bytes((update.mean, update.personal)),
         state_bytes=state_bytes,
+        kept_bytes=seeds * tree.num_bytes(state.kept),
         fixed_bytes=tree.num_bytes(data)
         + split_bytes
         + cohort_bytes

@@ -75,11 +75,41 @@ def sample_clients(key: PRNGKey, num_clients: int, size: int) -> Int[Array, " si
     return jnp.sort(jax.lax.fori_loop(0, size, choose, nobody))
 
 
-def init_state(algorithm: Algorithm, num_clients: int, key: PRNGKey) -> SimulationState:
-    """The state before the first round; all clients keep the same."""
+def init_state(
+    algorithm: Algorithm, num_clients: int, key: PRNGKey, *, with_kept: bool = True
+) -> SimulationState:
+    """The state before the first round; all clients keep the same.
+
+    Args:
+      algorithm: what is run.
+      num_clients: of the population.
+      key: of the server's initial state.
+      with_kept: False where what clients keep lies elsewhere; `kept` then is None.
+    """
     server = algorithm.init(key)
-    kept = tree.stack_copies(algorithm.init_kept(server), num_clients)
+    kept = None
+    if with_kept:
+        kept = tree.stack_copies(algorithm.init_kept(server), num_clients)
     return SimulationState(server, kept, jnp.zeros(num_clients, jnp.int32))
+
+
+def _round_keys(key: PRNGKey, round_index: Int[Array, ""]) -> tuple[PRNGKey, PRNGKey]:
+    """Keys of a round's sample and of its clients."""
+    sample_key, cohort_key = jax.random.split(jax.random.fold_in(key, round_index))
+    return sample_key, cohort_key
+
+
+def sample_round(
+    key: PRNGKey, round_index: Int[Array, ""], num_clients: int, cohort: int
+) -> Int[Array, " cohort"]:
+    """The clients of a round, ascending.
+
+    Args:
+      key: of the run.
+      round_index: 0 for the first round.
+      num_clients, cohort: so many of so many; static.
+    """
+    return sample_clients(_round_keys(key, round_index)[0], num_clients, cohort)
 
 
 def run_round(
@@ -102,13 +132,46 @@ def run_round(
       cohort: clients sampled; static.
       schedule: local training; static.
     """
-    sample_key, cohort_key = jax.random.split(jax.random.fold_in(key, round_index))
+    ids = sample_round(key, round_index, data.num_clients, cohort)
+    new, kept, used_ids, record = run_round_of(
+        algorithm,
+        data,
+        state._replace(kept=None),
+        tree.take(state.kept, ids),
+        ids,
+        _round_keys(key, round_index)[1],
+        schedule,
+    )
+    return new._replace(kept=tree.put(state.kept, used_ids, kept)), record
+
+
+def run_round_of(
+    algorithm: Algorithm,
+    data: FederatedDataset,
+    state: SimulationState,
+    kept: Tree,
+    ids: Int[Array, " cohort"],
+    key: PRNGKey,
+    schedule: LocalSchedule,
+) -> tuple[SimulationState, Tree, Int[Array, " cohort"], RoundRecord]:
+    """One round of given clients, who bring what they kept and take it away.
+
+    Args:
+      algorithm: what is run.
+      data: training split.
+      state: before the round; `kept` is None.
+      kept: stacked over the cohort.
+      ids: the cohort.
+      key: of the cohort in this round.
+      schedule: local training; static.
+
+    Returns:
+      The state, what the clients keep now, the ids under which to store it (past the
+      end for a client that is left out: it writes nothing), and the record.
+    """
     num_clients = data.num_clients
-    ids = sample_clients(sample_key, num_clients, cohort)
     message = algorithm.broadcast(state.server, ids)
-    kept = tree.take(state.kept, ids)
-    result = run_cohort(algorithm, data, message, kept, ids, cohort_key, schedule)
-    # A client that is left out writes nothing: its id goes past the end.
+    result = run_cohort(algorithm, data, message, kept, ids, key, schedule)
     used_ids = jnp.where(result.counts, ids, num_clients)
     server = jax.lax.cond(
         result.counts.any(),
@@ -118,16 +181,17 @@ def run_round(
         lambda server: server,
         state.server,
     )
-    state = SimulationState(
-        server,
-        tree.put(state.kept, used_ids, result.update.kept),
-        state.participations.at[used_ids].add(1, mode="drop"),
-    )
+    participations = state.participations.at[used_ids].add(1, mode="drop")
     metrics = {
         name: jnp.sum(jnp.where(result.counts, values, 0.0) * result.weights)
         for name, values in result.update.metrics.items()
     }
-    return state, RoundRecord(ids, result.is_finite, metrics)
+    return (
+        SimulationState(server, None, participations),
+        result.update.kept,
+        used_ids,
+        RoundRecord(ids, result.is_finite, metrics),
+    )
 
 
 _SHARDED_ELEMENTS = 1 << 20
@@ -219,3 +283,40 @@ def make_advance(
         return in_place(state), records
 
     return advance
+
+
+def make_round_of(algorithm: Algorithm, cohort: int, schedule: LocalSchedule) -> Any:
+    """Jitted `sample` and `round_of`, for what clients keep outside the device.
+
+    `sample(data, key, round_index) -> ids`; then `round_of(state, rows, data, key,
+    round_index) -> (state, rows, used ids, record)`, with the cohort's rows as
+    `tree.flatten_rows` gives them and a record of one round (a leading axis of 1). The
+    state passed in is donated. Results have the bits of `make_advance`'s to rounding.
+    """
+
+    @jax.jit
+    def sample(data, key, round_index):
+        return sample_round(key, round_index, data.num_clients, cohort)
+
+    @partial(jax.jit, donate_argnums=0)
+    def round_of(state, rows, data, key, round_index):
+        like = jax.eval_shape(
+            lambda server: tree.stack_copies(algorithm.init_kept(server), cohort),
+            state.server,
+        )
+        new, kept, used_ids, record = run_round_of(
+            algorithm,
+            data,
+            state,
+            tree.unflatten_rows(rows, like),
+            sample_round(key, round_index, data.num_clients, cohort),
+            _round_keys(key, round_index)[1],
+            schedule,
+        )
+        if schedule.mesh is not None:
+            sharding = state_sharding(new, schedule.mesh)
+            new = jax.lax.with_sharding_constraint(new, sharding)
+        record = jax.tree.map(lambda leaf: leaf[None], record)
+        return new, tree.flatten_rows(kept), used_ids, record
+
+    return sample, round_of

@@ -1,0 +1,111 @@
+"""Rounds and evaluations of an algorithm whose clients' rows lie in a file."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import launch
+from experiments.setup import Setup
+from fedjax_tp import tree
+from fedjax_tp.algorithms import Algorithm
+from fedjax_tp.data.federated import FederatedDataset
+from fedjax_tp.io import client_store
+from fedjax_tp.models.task import Metrics
+from fedjax_tp.simulation.evaluation import make_evaluate_rows
+from fedjax_tp.simulation.rounds import SimulationState, make_round_of
+
+_CLIENTS_A_CALL = 64
+
+
+class HostRun(NamedTuple):
+    """What the driver needs of a run; the first two as in the library.
+
+    Attributes:
+      advance: `(state, data, key, first_round, num_rounds) -> (state, records)`.
+      evaluate: `(state, data) -> Metrics`.
+      save, load: `(folder, round)`, the rows beside a checkpoint.
+    """
+
+    advance: Callable[..., tuple[SimulationState, Any]]
+    evaluate: Callable[[SimulationState, FederatedDataset], Metrics]
+    save: Callable[[Path, int], None]
+    load: Callable[[Path, int], None]
+
+
+def open_run(
+    algorithm: Algorithm,
+    setup: Setup,
+    state: SimulationState,
+    folder: Path,
+    capacity: int,
+    chunk_size: int,
+) -> HostRun:
+    """Opens the store of an algorithm's clients in `folder`, without rows.
+
+    Args:
+      algorithm, setup: what runs.
+      state: gives the initial rows.
+      folder: for the memory-mapped files.
+      capacity, chunk_size: as for `evaluation.make_evaluate`.
+    """
+    mesh = setup.schedule.mesh
+    assert mesh is not None
+
+    def initial_row(server: Any) -> tree.Flat:
+        return tree.flatten_rows(tree.stack_copies(algorithm.init_kept(server), 1))
+
+    initial = jax.device_get(jax.jit(initial_row)(state.server))
+    store = client_store.open_store(folder, initial, setup.num_clients)
+    sample, round_of = make_round_of(algorithm, setup.cohort, setup.schedule)
+    evaluate_rows = make_evaluate_rows(
+        algorithm, setup.task, capacity=capacity, chunk_size=chunk_size, mesh=mesh
+    )
+
+    def one_round(
+        state: SimulationState, data: FederatedDataset, key: Any, index: int
+    ) -> tuple[SimulationState, Any]:
+        ids = np.asarray(sample(data, key, jnp.int32(index)))
+        rows = launch.replicate(client_store.read_rows(store, ids), mesh)
+        state, rows, used_ids, record = round_of(
+            state, rows, data, key, jnp.int32(index)
+        )
+        rows, used_ids = jax.device_get((rows, used_ids))
+        client_store.write_rows(store, used_ids, rows)
+        return state, jax.device_get(record)
+
+    def advance(
+        state: SimulationState,
+        data: FederatedDataset,
+        key: Any,
+        first_round: int,
+        num_rounds: int,
+    ) -> tuple[SimulationState, Any]:
+        records = []
+        for index in range(first_round, first_round + num_rounds):
+            state, record = one_round(state, data, key, index)
+            records.append(record)
+        return state, jax.tree.map(lambda *rows: np.concatenate(rows), *records)
+
+    def evaluate(state: SimulationState, data: FederatedDataset) -> Metrics:
+        unit = mesh.size * chunk_size
+        block = unit * max(1, _CLIENTS_A_CALL // unit)
+        found = []
+        for first in range(0, setup.num_clients, block):
+            ids = np.arange(first, first + block)
+            rows = launch.replicate(client_store.read_rows(store, ids), mesh)
+            metrics = evaluate_rows(state.server, rows, jnp.asarray(ids), data)
+            found.append(jax.device_get(metrics))
+        return jax.tree.map(
+            lambda *parts: np.concatenate(parts)[: setup.num_clients], *found
+        )
+
+    return HostRun(
+        advance,
+        evaluate,
+        lambda folder, round_index: client_store.save(store, folder, round_index),
+        lambda folder, round_index: client_store.load(store, folder, round_index),
+    )
