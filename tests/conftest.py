@@ -2,9 +2,15 @@
 
 import itertools
 import os
+import tempfile
 
 # Before JAX starts: meshes of up to four devices on any machine.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+# Compilation is most of the suite's time, and many tests compile the same programs.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    cache = tempfile.TemporaryDirectory(prefix="compiled-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = cache.name
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 
 import jax
 import jax.numpy as jnp

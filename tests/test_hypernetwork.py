@@ -11,6 +11,7 @@ from fedjax_tp.hypernetwork import (
     PAPER,
     HypernetworkConfig,
     emit_rows,
+    head_rank,
     init_hypernetwork,
     pull_back,
 )
@@ -20,6 +21,8 @@ from fedjax_tp.models.vit import ViT
 from fedjax_tp.types import InputError
 
 KEY = jax.random.key(0)
+LOW_RANK = HypernetworkConfig(3, 16, 1, spread=0.5, feature_norm=2.0, parameters=600.0)
+KEY_ROW = jnp.arange(6.0)
 TEMPLATE = {"a": jnp.ones((2, 3)), "b": {"c": 2 * jnp.ones(4), "absent": None}}
 pytestmark = pytest.mark.smoke
 
@@ -74,10 +77,15 @@ def objective(hyper, ids, targets, weights, config):
     return total
 
 
-@pytest.fixture(params=["paper", "model"])
+@pytest.fixture(params=["paper", "model", "low rank"])
 def problem(request):
     norm = 2.0 if request.param == "model" else 0.0
-    config = HypernetworkConfig(3, 16, 2, request.param, spread=0.5, feature_norm=norm)
+    if request.param == "low rank":
+        config = LOW_RANK
+    else:
+        config = HypernetworkConfig(
+            3, 16, 2, request.param, spread=0.5, feature_norm=norm
+        )
     hyper = init_hypernetwork(KEY, TEMPLATE, 4, config)
     ids = [2, 0]
     rng = np.random.default_rng(0)
@@ -175,6 +183,59 @@ def test_a_client_with_weight_zero_changes_nothing(problem):
     assert optax.global_norm(alone.phi) > 0
 
 
+def test_a_low_rank_head_emits_base_plus_the_product_of_its_factors():
+    template = {"wide": jnp.ones((2, 3, 4)), "tall": jnp.ones((5, 2)), "flat": KEY_ROW}
+    config = HypernetworkConfig(3, 4, 0, feature_norm=0.0, parameters=110.0)
+    hyper = init_hypernetwork(KEY, template, 3, config)
+    assert head_rank(template, config) == 1
+    found = emit_rows(hyper, jnp.array([1]), template, config)
+    (layer,) = hyper.phi["trunk"]
+    features = np.asarray(hyper.embeddings[1] @ layer["kernel"] + layer["bias"])
+    for name, rows in {"wide": 2, "tall": 5, "flat": 1}.items():
+        head = jax.tree.map(np.asarray, hyper.phi["heads"][name])
+        coefficients = (features @ head["kernel"]).reshape(-1, 1)
+        product = coefficients @ head["factor"]
+        product = product.T if rows > product.shape[0] else product
+        shape = template[name].shape
+        expected = head["bias"].reshape(shape) + product.reshape(shape)
+        np.testing.assert_allclose(found[name][0], expected, atol=1e-5)
+        np.testing.assert_allclose(head["factor"] @ head["factor"].T, 1.0, rtol=1e-5)
+
+
+def test_low_rank_heads_start_from_the_models_values():
+    own = {"w": 0.05 * jax.random.normal(KEY, (40, 200))}
+    config = HypernetworkConfig(16, 16, spread=0.3, parameters=2e4)
+    hyper = init_hypernetwork(KEY, own, 50, config)
+    emitted = emit_rows(hyper, jnp.arange(50), own, config)["w"]
+    np.testing.assert_allclose(emitted.mean(axis=0), own["w"], atol=1e-5)
+    rank = head_rank(own, config)
+    assert 1 < rank < 40
+    # Along each of its `rank` directions, of 200.
+    expected = 0.3 * 0.05 * (rank / 200) ** 0.5
+    assert float(emitted.std(axis=0).mean()) == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("layers", [0, 2])
+@pytest.mark.parametrize("budget", [1_500.0, 4_000.0, 1e7])
+def test_a_budget_is_kept_and_used(budget, layers):
+    template = {"a": jnp.ones((8, 30)), "b": jnp.ones((8, 30))}
+    config = HypernetworkConfig(8, 16, layers, parameters=budget)
+    phi = init_hypernetwork(KEY, template, 4, config).phi
+    rank = head_rank(template, config)
+    size, one_more = tree.num_elements(phi), 2 * (16 * 8 + 30)
+    assert size <= budget
+    assert rank == 8 or size + one_more > budget
+
+
+def test_a_budget_below_rank_one_is_refused_with_the_least():
+    config = HypernetworkConfig(8, 16, parameters=100.0)
+    with pytest.raises(InputError, match=r"parameters is 100; .* or ([\d,]+) or more"):
+        init_hypernetwork(KEY, {"a": jnp.ones((8, 30))}, 4, config)
+    least = 8 * 16 + 16 + 240 + 16 * 8 + 30
+    config = HypernetworkConfig(8, 16, parameters=float(least))
+    assert head_rank({"a": jnp.ones((8, 30))}, config) == 1
+
+
 def test_fitting_one_client_moves_its_emission_to_the_target(problem):
     config, hyper, _, targets, _ = problem
     one = jnp.array([2])
@@ -199,6 +260,7 @@ def test_fitting_one_client_moves_its_emission_to_the_target(problem):
         (HypernetworkConfig(hidden=0), "hidden is 0"),
         (HypernetworkConfig(embedding_dim=-1), "embedding_dim is -1"),
         (HypernetworkConfig(spread=float("nan")), "spread is nan"),
+        (HypernetworkConfig(parameters=-1.0), "parameters is -1"),
     ],
 )
 def test_bad_sizes_are_refused(config, said):

@@ -145,3 +145,53 @@ def label_distribution(
         )
     _plain(axes)
     _save(figure, path)
+
+
+def cost_of_rounds(
+    path: Path,
+    by_clients: Mapping[str, Mapping[int, float]],
+    by_cohort: Mapping[int, float],
+    by_skew: Mapping[str, tuple[float, float]],
+) -> None:
+    """What a round costs, in three panels.
+
+    Args:
+      path: of the PNG.
+      by_clients: for each algorithm, seconds a round by the number of clients.
+      by_cohort: images a second by the number of clients in a round.
+      by_skew: for each way sizes are spread, time over the bound: ours, with padding.
+    """
+    figure, (clients, cohort, skew) = plt.subplots(1, 3, figsize=(12, 3.4))
+    for color, (name, times) in zip(COLORS, by_clients.items(), strict=False):
+        clients.plot(
+            list(times),
+            [1000 * t for t in times.values()],
+            "o-",
+            color=color,
+            label=name,
+        )
+    clients.set(xscale="log", xlabel="clients", ylabel="ms a round", ylim=(0, None))
+    clients.set_title("a round of 10 clients, out of so many", fontsize=10)
+    clients.legend(frameon=False, fontsize=8)
+    cohort.plot(list(by_cohort), list(by_cohort.values()), "o-", color=COLORS[0])
+    cohort.set(xlabel="clients in a round", ylabel="images/s", ylim=(0, None))
+    cohort.set_xscale("log", base=2)
+    cohort.set_title("all clients of a round at a time", fontsize=10)
+    places = np.arange(len(by_skew))
+    for shift, color, label, which in (
+        (-0.2, COLORS[0], "lanes", 0),
+        (0.2, COLORS[1], "padded to the longest", 1),
+    ):
+        ratios = [pair[which] for pair in by_skew.values()]
+        bars = skew.bar(places + shift, ratios, 0.38, color=color, label=label)
+        skew.bar_label(bars, fmt="%.2g", fontsize=8)
+    skew.set(
+        xticks=places, xticklabels=list(by_skew), yscale="log", ylabel="time / bound"
+    )
+    skew.axhline(1, color="0.2", lw=1)
+    skew.set_title("64 clients of unequal sizes", fontsize=10)
+    skew.legend(frameon=False, fontsize=8)
+    for axes in (clients, cohort, skew):
+        _plain(axes)
+    figure.tight_layout()
+    _save(figure, path)

@@ -27,7 +27,7 @@ TINY = shlex.split(
     "--algorithms fedtp,local --num-clients 6 --sample-fraction 0.5 --rounds 6 "
     "--eval-every 2 --local-epochs 1 --dim 8 --depth 1 --heads 2 --head-dim 4 "
     "--mlp-dim 8 --patch-size 4 --checkpoint-every 1 --hypernetwork.hidden 8 "
-    "--hypernetwork.embedding-dim 4"
+    "--hypernetwork.embedding-dim 4 --devices 1 --no-tune-process"
 )
 
 
@@ -530,3 +530,76 @@ def test_the_paper_preset_is_the_papers_protocol(capsys):
     }
     assert {name: flat[name] for name in expected} == expected
     assert cli.to_flat(cli.with_values(fedtp.Flags(), flat)) == flat
+
+
+def test_seeds_at_once_are_the_runs_of_each_seed(tmp_path):
+    flags = [*_without(TINY, "--algorithms"), "--algorithms", "fedtp"]
+    assert fedtp.main(["--out", str(tmp_path / "both"), "--seeds", "2", *flags]) == 0
+    for seed in (0, 1):
+        out = tmp_path / str(seed)
+        assert fedtp.main(["--out", str(out), "--seed", str(seed), *flags]) == 0
+        together = [row for row in rows(tmp_path / "both") if row["seed"] == seed]
+        for a, b in zip(together, rows(out), strict=True):
+            assert a["clients"] == b["clients"]
+            assert a["training"]["loss"] == pytest.approx(
+                b["training"]["loss"], rel=1e-3
+            )
+            if "accuracy" in b:
+                assert a["loss"] == pytest.approx(b["loss"], rel=1e-3)
+    summary = json.loads((tmp_path / "both" / "summary.json").read_text())
+    entry = summary["algorithms"]["fedtp"]
+    pooled = [entry["seeds"][seed]["accuracy"]["pooled"] for seed in ("0", "1")]
+    assert entry["accuracy"]["pooled"] == pytest.approx(np.mean(pooled))
+    assert entry["std_over_seeds"]["accuracy"]["pooled"] == pytest.approx(
+        np.std(pooled)
+    )
+    table = list(csv.DictReader((tmp_path / "both" / "clients.csv").open()))
+    assert [row["seed"] for row in table] == ["0"] * 6 + ["1"] * 6
+    partitions = [
+        (tmp_path / "both" / name).read_text()
+        for name in ("partition.json", "partition-seed1.json")
+    ]
+    assert partitions[0] == (tmp_path / "0" / "partition.json").read_text()
+    assert partitions[1] == (tmp_path / "1" / "partition.json").read_text()
+
+
+def test_what_clients_keep_on_the_host_gives_the_same_run_and_resumes(tmp_path):
+    flags = [*_without(TINY, "--algorithms"), "--algorithms", "fedtp_vanilla"]
+    outs = {where: tmp_path / where for where in ("no", "yes")}
+    for where, out in outs.items():
+        assert fedtp.main(["--out", str(out), "--kept-on-host", where, *flags]) == 0
+    assert rows(outs["no"]) == rows(outs["yes"])
+    for out in outs.values():
+        assert fedtp.main(["--out", str(out), "--resume", "--rounds", "8"]) == 0
+    assert len(rows(outs["no"])) == 8
+    assert rows(outs["no"]) == rows(outs["yes"])
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--memory-gb", "0.0001"], "to make it fit, lower --batch-size or the model"),
+        (["--memory-gb", "0.0001", "--devices", "2"], "lower --devices, --batch-size"),
+        (["--memory-gb", "0.0001", "--seeds", "2"], "lower --seeds, --batch-size"),
+        (["--lanes", "500", "--memory-gb", "0.05"], r"lower --lanes \(to \d+\)"),
+        (["--kept-on-host", "yes", "--seeds", "2"], "allows one seed and one process"),
+        (["--seeds", "0"], "seeds is 0; allowed is 1 or more"),
+        (["--lanes", "0"], "lanes is 0; allowed is 1 or more"),
+        (["--hypernetwork.parameters", "5"], "hypernetwork parameters is 5; allowed"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_with_the_flag_that_helps(
+    tmp_path, capsys, more, said
+):
+    assert fedtp.main(["--out", str(tmp_path / "a"), *TINY, *more]) == 2
+    assert re.search(said, capsys.readouterr().err)
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_budgeted_hypernetwork_trains(tmp_path):
+    flags = [*_without(TINY, "--algorithms"), "--algorithms", "fedtp"]
+    budget = ["--hypernetwork.parameters", "1e3"]
+    assert fedtp.main(["--out", str(tmp_path / "a"), *flags, *budget]) == 0
+    entry = json.loads((tmp_path / "a" / "summary.json").read_text())
+    found = entry["algorithms"]["fedtp"]["parameters"]["hypernetwork"]
+    assert 700 < found <= 1000 + 6 * 4

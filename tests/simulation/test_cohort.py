@@ -6,12 +6,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import Mesh
 
 from fedjax_tp import algorithms, tree
 from fedjax_tp.algorithms import REGISTRY, ClientOptimizer, Message, Setting
 from fedjax_tp.data.federated import shuffled
 from fedjax_tp.models.task import Metrics, Task
-from fedjax_tp.simulation.cohort import LocalSchedule, num_local_steps, run_cohort
+from fedjax_tp.simulation.cohort import (
+    MESH_AXIS,
+    LocalSchedule,
+    _first_turn,
+    _timeline,
+    _turn,
+    num_local_steps,
+    run_cohort,
+)
 from fedjax_tp.types import Batch
 from tests.conftest import federate_sizes
 
@@ -93,12 +102,13 @@ def test_a_cohort_is_a_loop_over_clients(vit_task, lanes):
         np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
-@settings(max_examples=8, deadline=None)
-@given(
-    order=st.permutations([0, 1, 2, 3]),
-    lanes=st.sampled_from([1, 3, 4]),
-    capacity=st.sampled_from([12, 20]),
-    padding=st.booleans(),
+@pytest.mark.parametrize(
+    ("order", "lanes", "capacity", "padding"),
+    [
+        ([3, 1, 0, 2], 1, 20, True),
+        ([1, 0, 3, 2], 3, 12, True),
+        ([2, 3, 1, 0], 4, 20, False),
+    ],
 )
 def test_order_chunks_and_padding_change_nothing(
     small_task, order, lanes, capacity, padding
@@ -238,3 +248,104 @@ def test_client_update_is_what_the_simulation_runs(small_task):
     np.testing.assert_allclose(
         update.metrics["loss"], result.update.metrics["loss"][0], rtol=1e-5
     )
+
+
+def mesh_of(devices):
+    return Mesh(np.array(jax.devices()[:devices]), (MESH_AXIS,))
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("lanes", "devices"), [(2, 1), (8, 1), (1, 2), (1, 4), (2, 2), (3, 4)]
+)
+def test_lanes_and_devices_change_nothing(small_task, lanes, devices):
+    data = federate_sizes(SIZES)
+    algorithm = REGISTRY["fedtp"](Setting(small_task, 5))
+    ids = [0, 1, 2, 3, 4]
+    schedule = LocalSchedule(4, 2, 12, 1)
+    expected = run(algorithm, data, ids, schedule)
+    schedule = schedule._replace(lanes=lanes, mesh=mesh_of(devices))
+    found = run(algorithm, data, ids, schedule)
+    # Sums are added up in another order: a few units in the last place.
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    again = run(algorithm, data, ids, schedule)
+    assert all(map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(again)))
+
+
+def test_a_client_that_diverges_is_left_out_on_a_mesh_as_well(small_task):
+    data = federate_sizes([6, 6, 6])
+    data = data._replace(x=data.x.astype(jnp.float32).at[6:12].set(1e38))
+    algorithm = REGISTRY["fedtp"](Setting(small_task, 3))
+    schedule = LocalSchedule(3, 1, 6, 1, mesh_of(2))
+    result = run(algorithm, data, [0, 1, 2], schedule)
+    assert result.is_finite.tolist() == [True, False, True]
+    np.testing.assert_allclose(result.weights, [0.5, 0.0, 0.5])
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result.update.mean))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=st.lists(st.integers(0, 30), min_size=8, max_size=8),
+    lanes=st.sampled_from([1, 2, 3, 6]),
+)
+def test_lanes_share_all_steps_and_none_has_more_than_its_piece(steps, lanes):
+    timeline = _timeline(jnp.array(steps, jnp.int32), lanes)
+    every_lane = jnp.arange(lanes, dtype=jnp.int32)
+    first = _first_turn(timeline, every_lane)
+    spans = {place: [] for place in range(len(steps))}
+    load = np.zeros(lanes, int)
+    for ahead in range(len(steps)):
+        turn = jax.tree.map(np.asarray, _turn(timeline, every_lane, first + ahead))
+        for lane in np.flatnonzero(turn.exists):
+            place = int(timeline.place[first[lane] + ahead])
+            spans[place].append((int(turn.first[lane]), int(turn.last[lane]), lane))
+            load[lane] += turn.last[lane] - turn.first[lane]
+            # A client comes from elsewhere only as the last of a lane, and goes on
+            # elsewhere only as the first: one exchange is enough.
+            assert not turn.leaves[lane] or ahead == 0
+    for place, number in enumerate(steps):
+        done = 0
+        for begin, end, _ in sorted(spans[place]):
+            assert begin == done
+            done = end
+        assert done == number
+        ordered = [lane for *_, lane in sorted(spans[place])]
+        assert ordered == sorted(ordered, reverse=True)
+    bound = max(-(-sum(steps) // lanes), max(steps))
+    assert load.max() <= max(bound, 1)
+
+
+def test_cohorts_of_several_runs_are_those_of_each_run(small_task):
+    data = federate_sizes(SIZES)
+    algorithm = REGISTRY["fedtp"](Setting(small_task, 5))
+    schedule = LocalSchedule(4, 2, 12, 2)
+    keys = jax.random.split(jax.random.key(9), 3)
+    ids = jnp.array([[0, 1, 5], [4, 2, 1], [3, 1, 0]])
+
+    def of_run(key, ids):
+        state = algorithm.init(key)
+        message = algorithm.broadcast(state, ids)
+        return run_cohort(algorithm, data, message, None, ids, key, schedule)
+
+    together = jax.jit(jax.vmap(of_run))(keys, ids)
+    for i in range(3):
+        alone = jax.jit(of_run)(keys[i], ids[i])
+        for a, b in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_allclose(a[i], b, atol=1e-6)
+
+
+def test_several_runs_share_one_copy_of_the_examples(small_task):
+    data = federate_sizes(SIZES)
+    algorithm = REGISTRY["fedavg"](Setting(small_task, 5))
+    copies = tree.stack_copies(data, 2)
+
+    def of_run(data):
+        state = algorithm.init(KEY)
+        message = algorithm.broadcast(state, jnp.arange(5))
+        schedule = LocalSchedule(4, 1, 12, 1)
+        kept = tree.stack_copies(algorithm.init_kept(state), 5)
+        return run_cohort(algorithm, data, message, kept, jnp.arange(5), KEY, schedule)
+
+    with pytest.raises(NotImplementedError, match="map rows, start and size"):
+        jax.vmap(of_run)(copies)

@@ -1,4 +1,4 @@
-"""Rounds: sampling, one compilation, left-out clients, plans."""
+"""Rounds: sampling, one compilation, meshes, seeds, left-out clients."""
 
 import jax
 import jax.numpy as jnp
@@ -6,16 +6,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedjax_tp import tree
 from fedjax_tp.algorithms import REGISTRY, Setting
-from fedjax_tp.simulation.cohort import LocalSchedule
-from fedjax_tp.simulation.plan import make_plan
+from fedjax_tp.simulation.cohort import MESH_AXIS, LocalSchedule
+from fedjax_tp.simulation.evaluation import make_evaluate, make_evaluate_rows
 from fedjax_tp.simulation.rounds import (
+    SimulationState,
     cohort_size,
     init_state,
     make_advance,
+    make_round_of,
     sample_clients,
+    state_sharding,
 )
 from fedjax_tp.types import InputError
 from tests.conftest import federate_sizes
@@ -93,6 +97,128 @@ def test_one_compilation_and_the_same_bits_however_rounds_are_grouped(small_task
     assert len({tuple(ids) for ids in sampled}) > 1
 
 
+def test_one_compilation_over_50_rounds_of_different_skew(small_task):
+    algorithm, traces = counting(REGISTRY["fedtp"](Setting(small_task, 6)))
+    data = federate_sizes(SIZES)
+    advance = make_advance(algorithm, 3, LocalSchedule(4, 1, 59, 2), 1)
+    state = init_state(algorithm, 6, KEY)
+    rng = np.random.default_rng(0)
+    longest = set()
+    for i in range(50):
+        sizes = np.ones(6, int) + rng.multinomial(53, rng.dirichlet(np.full(6, 0.2)))
+        starts = np.cumsum(sizes) - sizes
+        skewed = data._replace(
+            start=jnp.array(starts, jnp.int32), size=jnp.array(sizes, jnp.int32)
+        )
+        state, _ = advance(state, skewed, KEY, i, 1)
+        longest.add(int(sizes.max()))
+        if i == 0:
+            traced = len(traces)
+    assert len(longest) > 10
+    assert len(traces) == traced
+    assert advance._cache_size() == 1
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_a_mesh_gives_the_result_of_one_device(small_task, name):
+    data, test = federate_sizes(SIZES), federate_sizes([4, 3, 0, 2, 1, 7], seed=1)
+    algorithm = REGISTRY[name](Setting(small_task, 6))
+    results = []
+    for devices in (1, 4):
+        mesh = Mesh(np.array(jax.devices()[:devices]), (MESH_AXIS,))
+        state = init_state(algorithm, 6, KEY)
+        state = jax.device_put(state, state_sharding(state, mesh))
+        schedule = SCHEDULE._replace(lanes=1, mesh=mesh)
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        inputs = jax.device_put((data, KEY), everywhere)
+        state, records = make_advance(algorithm, 3, schedule, 4)(state, *inputs, 0, 4)
+        evaluate = make_evaluate(
+            algorithm, small_task, capacity=7, chunk_size=2, mesh=mesh
+        )
+        found = evaluate(state, jax.device_put(test, everywhere))
+        results.append(jax.device_get((state, records, found)))
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+def test_large_server_matrices_are_split_over_the_mesh():
+    mesh = Mesh(np.array(jax.devices()[:2]), (MESH_AXIS,))
+    shapes = {"wide": (16, 1 << 17), "odd": (1 << 12, 1023), "small": (4, 4)}
+    server = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
+    found = state_sharding(SimulationState(server, None, server["small"]), mesh)
+    assert found.server["wide"].spec == PartitionSpec(None, MESH_AXIS)
+    assert found.server["odd"].is_fully_replicated
+    assert found.server["small"].is_fully_replicated
+    assert found.participations.is_fully_replicated
+
+
+@pytest.mark.parametrize("name", ["fedtp", "local"])
+def test_seeds_at_once_are_the_seeds_one_by_one(small_task, name):
+    data = federate_sizes(SIZES)
+    other = federate_sizes(SIZES[::-1])
+    algorithm = REGISTRY[name](Setting(small_task, 6))
+    keys = jax.random.split(KEY, 2)
+    stacked = data._replace(
+        rows=jnp.stack([data.rows, data.rows[::-1]]),
+        start=jnp.stack([data.start, other.start]),
+        size=jnp.stack([data.size, other.size]),
+    )
+    states = jax.vmap(lambda key: init_state(algorithm, 6, key))(keys)
+    together, records = make_advance(algorithm, 3, SCHEDULE, 4, over_seeds=True)(
+        states, stacked, keys, 0, 4
+    )
+    evaluate_all = make_evaluate(
+        algorithm, small_task, capacity=30, chunk_size=2, over_seeds=True
+    )
+    evaluate = make_evaluate(algorithm, small_task, capacity=30, chunk_size=2)
+    advance = make_advance(algorithm, 3, SCHEDULE, 4)
+    all_found = evaluate_all(together, stacked)
+    for i in range(2):
+        own = data._replace(
+            **{n: getattr(stacked, n)[i] for n in ("rows", "start", "size")}
+        )
+        alone, record = advance(init_state(algorithm, 6, keys[i]), own, keys[i], 0, 4)
+        found = evaluate(alone, own)
+        pairs = (
+            jax.tree.map(lambda leaf, i=i: leaf[i], (together, all_found)),
+            (alone, found),
+        )
+        for a, b in zip(*map(jax.tree.leaves, pairs), strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-6)
+        assert records.clients[:, i].tolist() == record.clients.tolist()
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_what_clients_keep_may_lie_elsewhere(small_task, name):
+    data, test = federate_sizes(SIZES), federate_sizes([4, 3, 0, 2, 1, 7], seed=1)
+    algorithm = REGISTRY[name](Setting(small_task, 6))
+    expected, records = make_advance(algorithm, 3, SCHEDULE, 4)(
+        init_state(algorithm, 6, KEY), data, KEY, 0, 4
+    )
+    state = init_state(algorithm, 6, KEY, with_kept=False)
+    elsewhere = jax.device_get(
+        tree.flatten_rows(tree.stack_copies(algorithm.init_kept(state.server), 6))
+    )
+    elsewhere = {dtype: matrix.copy() for dtype, matrix in elsewhere.items()}
+    sample, round_of = make_round_of(algorithm, 3, SCHEDULE)
+    for i in range(4):
+        ids = np.asarray(sample(data, KEY, i))
+        rows = {dtype: matrix[ids] for dtype, matrix in elsewhere.items()}
+        state, rows, used, record = round_of(state, rows, data, KEY, i)
+        assert record.clients[0].tolist() == records.clients[i].tolist()
+        assert used.tolist() == ids.tolist()
+        for dtype, matrix in elsewhere.items():
+            matrix[ids] = rows[dtype]
+    if jax.tree.leaves(expected.kept):
+        for dtype, matrix in tree.flatten_rows(expected.kept).items():
+            np.testing.assert_allclose(elsewhere[dtype], matrix, atol=1e-6)
+    evaluate = make_evaluate(algorithm, small_task, capacity=7, chunk_size=2)
+    evaluate_rows = make_evaluate_rows(algorithm, small_task, capacity=7, chunk_size=2)
+    found = evaluate_rows(state.server, elsewhere, jnp.arange(6), test)
+    for a, b in zip(found, evaluate(expected, test), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
 def test_participations_are_counted(small_task):
     algorithm = REGISTRY["fedavg"](Setting(small_task, 6))
     state = init_state(algorithm, 6, KEY)
@@ -114,26 +240,3 @@ def test_when_every_client_diverges_the_server_stays_as_it_was(small_task, name)
     )
     assert same(before, state)
     assert not records.is_finite.any()
-
-
-def test_a_plan_counts_what_is_sent_and_held(small_task):
-    data = federate_sizes(SIZES)
-    params = tree.num_elements(small_task.init(KEY))
-    attention = 64 * 3
-    plans = {
-        name: make_plan(build(Setting(small_task, 6)), small_task, data, 2, SCHEDULE)
-        for name, build in REGISTRY.items()
-    }
-    assert {plan.client_parameters for plan in plans.values()} == {params}
-    down = {name: plan.bytes_down for name, plan in plans.items()}
-    assert down == {
-        "fedtp": 4 * params,
-        "fedtp_vanilla": 4 * (params - attention),
-        "fedavg": 4 * params,
-        "local": 0,
-    }
-    assert {n: p.bytes_up for n, p in plans.items()} == down
-    trunk = 128 * 128 + 128
-    heads = 129 * attention
-    assert plans["fedtp"].hypernetwork_parameters == trunk + heads + 6 * 128
-    assert plans["local"].state_bytes >= 6 * 4 * params

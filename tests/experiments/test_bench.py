@@ -1,0 +1,140 @@
+"""The benchmarks run, at sizes of no meaning, and end with their figures as JSON."""
+
+import json
+import shlex
+
+import numpy as np
+import pytest
+
+from experiments.bench import devices, gpu, scale, skew, timing
+from experiments.bench import round as round_benchmark
+from fedjax_tp.models import task as tasks
+from fedjax_tp.models.vit import ViT
+
+TINY = shlex.split(
+    "--dim 8 --depth 1 --heads 2 --head-dim 4 --mlp-dim 8 --steps 2 --batch-size 2 "
+    "--rounds 1 --devices 2"
+)
+
+
+@pytest.fixture(autouse=True)
+def _small_peak(monkeypatch):
+    monkeypatch.setattr(timing.matmul_peak, "__defaults__", (64, 1))
+
+
+def figures(capsys, module, *flags):
+    assert module.main(list(flags)) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_round(capsys):
+    found = figures(capsys, round_benchmark, *TINY, "--clients", "3", "--no-torch")
+    assert found["images_per_second"] > 0
+    assert found["peak_share"] > 0
+    assert found["ratio"] is None
+
+
+def test_round_against_pytorch(capsys):
+    pytest.importorskip("torch")
+    found = figures(capsys, round_benchmark, *TINY, "--clients", "3")
+    assert found["ratio"] == pytest.approx(
+        found["images_per_second"] / found["torch_images_per_second"], rel=1e-2
+    )
+
+
+def test_the_pytorch_reference_has_the_same_model():
+    torch = pytest.importorskip("torch")
+    from experiments.bench import torch_fedtp
+
+    sizes = {
+        "dim": 8, "depth": 2, "heads": 2, "head_dim": 4, "mlp_dim": 16, "dropout": 0.0
+    }  # fmt: skip
+    theirs = torch_fedtp.ViT(**sizes)
+    task = tasks.classification(ViT(10, patch_size=4, **sizes), (32, 32, 3))
+
+    def array(name):
+        return theirs.get_parameter(name).detach().numpy()
+
+    def linear(name):
+        return {"kernel": array(f"{name}.weight").T, "bias": array(f"{name}.bias")}
+
+    def norm(name):
+        return {"scale": array(f"{name}.weight"), "bias": array(f"{name}.bias")}
+
+    def block(i):
+        qkv = array(f"blocks.{i}.attention.qkv.weight")
+        return {
+            "attention_norm": norm(f"blocks.{i}.attention_norm"),
+            "attention": {
+                "qkv": np.moveaxis(qkv.reshape(3, 2, 4, 8), 3, 0),
+                "out": linear(f"blocks.{i}.attention.out"),
+            },
+            "mlp_norm": norm(f"blocks.{i}.mlp_norm"),
+            "mlp": {
+                "up": linear(f"blocks.{i}.mlp.0"), "down": linear(f"blocks.{i}.mlp.3")
+            },
+        }  # fmt: skip
+
+    params = {
+        "patch_embedding": linear("embedding"),
+        "cls": array("cls"),
+        "positions": array("positions"),
+        "block_0": block(0),
+        "block_1": block(1),
+        "head_norm": norm("norm"),
+        "head": linear("head"),
+    }
+    images = np.random.default_rng(0).normal(size=(3, 32, 32, 3)).astype(np.float32)
+    expected = theirs(torch.from_numpy(images)).detach().numpy()
+    found = task.apply(params, images)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_skew(capsys):
+    flags = "--clients 6 --steps 20 --batch-size 2 --dim 8 --depth 1 --rounds 1"
+    found = figures(capsys, skew, *shlex.split(flags), "--devices", "2")
+    assert found["lanes"] == 2
+    assert found["ratio"] == max(found["zipf_ratio"], found["dirichlet_ratio"])
+    assert found["zipf_padding_ratio"] > 0
+
+
+def test_sizes_are_as_skewed_as_they_say():
+    sizes = skew.zipf_sizes(64, 100_000)
+    assert sizes[0] / sizes[7] == pytest.approx(8**1.2, rel=0.01)
+    assert sizes.min() >= 1
+    sizes = skew.dirichlet_sizes(64, 100_000)
+    assert sizes.min() >= 1
+    assert abs(sizes.sum() - 100_000) < 100
+    # The share of squares expected of Dirichlet(0.1) is (0.1 + 1) / (6.4 + 1).
+    assert 0.03 < ((sizes / sizes.sum()) ** 2).sum() < 0.4
+
+
+def test_scale(capsys):
+    flags = "--clients 5 20 --cohort 2 --steps 1 --batch-size 2 --rounds 1"
+    found = figures(capsys, scale, *shlex.split(flags), "--more-rounds", "2")
+    assert set(found["seconds"]) == {"fedtp", "fedtp_vanilla"}
+    assert found["ratio"] == max(found["ratios"].values())
+
+
+def test_devices(capsys):
+    found = figures(capsys, devices, *TINY, "--clients", "4")
+    assert set(found["images_per_second"]) == {"1", "2"}
+
+
+@pytest.mark.smoke
+def test_gpu(capsys):
+    found = figures(capsys, gpu, *TINY, "--cohorts", "1", "3", "--no-torch")
+    assert set(found["images_per_second"]) == {"1", "3"}
+    assert found["torch_ratio"] is None
+
+
+def test_work_is_counted_from_the_formulas():
+    sizes = round_benchmark.Sizes()
+    block = 65 * (128 * 1536 + 512 * 128 + 2 * 128 * 256) + 2 * 65 * 65 * 512
+    forward = 2 * (6 * block + 64 * 48 * 128 + 128 * 10)
+    assert round_benchmark.flops_an_image(sizes) == 3 * forward
+
+
+def test_bad_numbers_are_refused(capsys):
+    assert skew.main(["--clients", "0"]) == 2
+    assert "clients is 0; allowed is 1 or more" in capsys.readouterr().err
