@@ -184,13 +184,15 @@ def cost_of_rounds(
     ):
         ratios = [pair[which] for pair in by_skew.values()]
         bars = skew.bar(places + shift, ratios, 0.38, color=color, label=label)
-        skew.bar_label(bars, fmt="%.2g", fontsize=8)
+        skew.bar_label(bars, fmt="%.3g", fontsize=8)
     skew.set(
         xticks=places, xticklabels=list(by_skew), yscale="log", ylabel="time / bound"
     )
     skew.axhline(1, color="0.2", lw=1)
     skew.set_title("64 clients of unequal sizes", fontsize=10)
-    skew.legend(frameon=False, fontsize=8)
+    skew.legend(
+        frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.1)
+    )
     for axes in (clients, cohort, skew):
         _plain(axes)
     figure.tight_layout()
