@@ -19,7 +19,9 @@ from fedjax_tp.types import InputError
 # A run may go on for more rounds than first asked for, and on other devices (results
 # are equal to rounding there); the rest must not change.
 _MAY_CHANGE_ON_RESUME = {"rounds", "out", "resume"} | {
-    field.name for field in dataclasses.fields(DeviceFlags)
+    field.name
+    for field in dataclasses.fields(DeviceFlags)
+    if field.name != "kept_on_host"
 }
 
 

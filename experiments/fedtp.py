@@ -117,11 +117,13 @@ def _run_on(mesh: Mesh, flags: Flags, names: Sequence[str], console: Console) ->
     built = [algorithms.REGISTRY[name](setting) for name in names]
     limit = launch.memory_limit(flags.device, mesh)
     prepared, plans = results.plan_all(
-        built, prepared, flags.training, flags.device, limit
+        built, prepared, flags.training, flags.device, flags.run, limit
     )
     out = setup.open_run(EXPERIMENT, flags, prepared)
     console.print(f"run folder: {out}", soft_wrap=True)
     results.print_plan(console, prepared, flags.training, plans)
+    for note in launch.process_notes():
+        console.print(f"note: {note}")
     outcomes = driver.train_all(built, prepared, plans, flags.training, flags.run, out)
     if not launch.is_first_process():
         return

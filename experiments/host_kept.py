@@ -15,8 +15,13 @@ from fedjax_tp.algorithms import Algorithm
 from fedjax_tp.data.federated import FederatedDataset
 from fedjax_tp.io import client_store
 from fedjax_tp.models.task import Metrics
+from fedjax_tp.simulation.cohort import LocalSchedule
 from fedjax_tp.simulation.evaluation import make_evaluate_rows
-from fedjax_tp.simulation.rounds import SimulationState, make_round_of
+from fedjax_tp.simulation.rounds import (
+    SimulationState,
+    initial_kept,
+    make_round_of,
+)
 
 _CLIENTS_A_CALL = 64
 
@@ -34,6 +39,49 @@ class HostRun(NamedTuple):
     evaluate: Callable[[SimulationState, FederatedDataset], Metrics]
     save: Callable[[Path, int], None]
     load: Callable[[Path, int], None]
+
+
+def open_store(
+    algorithm: Algorithm, state: SimulationState, folder: Path
+) -> client_store.ClientStore:
+    """A store without rows for the clients of a simulation."""
+    initial = jax.device_get(
+        jax.jit(lambda server: tree.flatten_rows(initial_kept(algorithm, server)))(
+            state.server
+        )
+    )
+    return client_store.open_store(folder, initial, len(state.participations))
+
+
+def make_round(
+    algorithm: Algorithm,
+    cohort: int,
+    schedule: LocalSchedule,
+    store: client_store.ClientStore,
+) -> Callable[
+    [SimulationState, FederatedDataset, Any, int], tuple[SimulationState, Any]
+]:
+    """A function `(state, data, key, index) -> (state, record)` that runs one round.
+
+    Args:
+      algorithm, cohort, schedule: as for `make_round_of`, with a mesh.
+      store: where the cohort's rows come from and go to.
+    """
+    mesh = schedule.mesh
+    assert mesh is not None
+    sample, round_of = make_round_of(algorithm, cohort, schedule)
+
+    def one_round(
+        state: SimulationState, data: FederatedDataset, key: Any, index: int
+    ) -> tuple[SimulationState, Any]:
+        round_index = jnp.int32(index)
+        ids = np.asarray(sample(data, key, round_index))
+        rows = launch.replicate(client_store.read_rows(store, ids), mesh)
+        state, rows, used_ids, record = round_of(state, rows, data, key, round_index)
+        client_store.write_rows(store, *jax.device_get((used_ids, rows)))
+        return state, jax.device_get(record)
+
+    return one_round
 
 
 def open_run(
@@ -54,28 +102,11 @@ def open_run(
     """
     mesh = setup.schedule.mesh
     assert mesh is not None
-
-    def initial_row(server: Any) -> tree.Flat:
-        return tree.flatten_rows(tree.stack_copies(algorithm.init_kept(server), 1))
-
-    initial = jax.device_get(jax.jit(initial_row)(state.server))
-    store = client_store.open_store(folder, initial, setup.num_clients)
-    sample, round_of = make_round_of(algorithm, setup.cohort, setup.schedule)
+    store = open_store(algorithm, state, folder)
+    one_round = make_round(algorithm, setup.cohort, setup.schedule, store)
     evaluate_rows = make_evaluate_rows(
         algorithm, setup.task, capacity=capacity, chunk_size=chunk_size, mesh=mesh
     )
-
-    def one_round(
-        state: SimulationState, data: FederatedDataset, key: Any, index: int
-    ) -> tuple[SimulationState, Any]:
-        ids = np.asarray(sample(data, key, jnp.int32(index)))
-        rows = launch.replicate(client_store.read_rows(store, ids), mesh)
-        state, rows, used_ids, record = round_of(
-            state, rows, data, key, jnp.int32(index)
-        )
-        rows, used_ids = jax.device_get((rows, used_ids))
-        client_store.write_rows(store, used_ids, rows)
-        return state, jax.device_get(record)
 
     def advance(
         state: SimulationState,

@@ -58,6 +58,16 @@ def start_tuned() -> None:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
+def process_notes() -> list[str]:
+    """What was set before this process started, for the log."""
+    if _TUNED not in os.environ:
+        return []
+    return [
+        "this process was started anew with its buffers in huge pages "
+        f"(GLIBC_TUNABLES={os.environ['GLIBC_TUNABLES']}); {_OFF} leaves it as it is"
+    ]
+
+
 def make_mesh(flags: DeviceFlags) -> Mesh:
     """The devices to train on, of all processes; connects the processes first.
 

@@ -15,7 +15,7 @@ from experiments.flags import DeviceFlags, RunFlags, TrainingFlags
 from experiments.setup import Setup, command_line
 from fedjax_tp.algorithms import Algorithm
 from fedjax_tp.data import partition
-from fedjax_tp.io import folder, metrics, plots, report
+from fedjax_tp.io import client_store, folder, metrics, plots, report
 from fedjax_tp.simulation import evaluation
 from fedjax_tp.simulation.plan import Plan, fitting_lanes, make_plan
 from fedjax_tp.types import InputError
@@ -90,6 +90,7 @@ def plan_all(
     setup: Setup,
     training: TrainingFlags,
     device: DeviceFlags,
+    run: RunFlags,
     limit_bytes: int | None,
 ) -> tuple[Setup, dict[str, Plan]]:
     """The plan of each algorithm by name, and the setup as the memory allows it.
@@ -109,8 +110,13 @@ def plan_all(
         for algorithm in algorithms
     }
     kept_on_host = device.kept_on_host == "yes"
-    if device.kept_on_host == "auto" and limit_bytes is not None:
-        kept_on_host = any(4 * p.kept_bytes > limit_bytes for p in plans.values())
+    if device.kept_on_host == "auto":
+        # Memory may be another by now; checkpoints hold the one or the other.
+        saved = _was_kept_on_host(run)
+        too_large = limit_bytes is not None and any(
+            4 * plan.kept_bytes > limit_bytes for plan in plans.values()
+        )
+        kept_on_host = too_large if saved is None else saved
     if kept_on_host:
         if len(setup.seeds) > 1 or jax.process_count() > 1:
             raise InputError(
@@ -147,6 +153,14 @@ def plan_all(
         ),
         {name: plan._replace(lanes=lanes) for name, plan in plans.items()},
     )
+
+
+def _was_kept_on_host(run: RunFlags) -> bool | None:
+    """Where a run that goes on has what clients keep; None without a checkpoint."""
+    if not run.resume or run.out is None:
+        return None
+    saved = [f for f in (Path(run.out) / "checkpoints").glob("*") if any(f.iterdir())]
+    return any(map(client_store.has_saved, saved)) if saved else None
 
 
 def write_results(

@@ -9,20 +9,17 @@ devices over those of one.
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
 import tyro
 from jax.sharding import Mesh
 
-from experiments import cli
 from experiments.bench import timing
-from experiments.bench.round import Sizes
+from experiments.bench.timing import Sizes
 from experiments.flags import DeviceFlags
-from experiments.launch import make_mesh, start_tuned
-from fedjax_tp.models import task as tasks
-from fedjax_tp.models.vit import ViT
+from experiments.launch import make_mesh
 from fedjax_tp.simulation.cohort import MESH_AXIS, LocalSchedule
 
 
@@ -47,9 +44,7 @@ class Flags:
 def run(flags: Flags) -> dict[str, Any]:
     """Times the rounds and prints them; returns the figures."""
     every = make_mesh(flags.device).devices.reshape(-1)
-    task = tasks.classification(
-        ViT(10, patch_size=4, **asdict(flags.sizes)), (32, 32, 3)
-    )
+    task = timing.vit_task(flags.sizes, 4, (32, 32, 3))
     size = flags.steps * flags.batch_size
     data = timing.federation([size] * flags.clients, (32, 32, 3))
     rates = {}
@@ -75,15 +70,8 @@ def run(flags: Flags) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    if argv is None:
-        start_tuned()
-    return cli.run_main(
-        lambda: timing.check_positive_and_run(
-            run,
-            cli.tyro_cli(
-                Flags, argv, __doc__ or "", "experiments.bench.devices", Flags()
-            ),
-        )
+    return timing.run_main(
+        run, Flags(), argv, __doc__ or "", "experiments.bench.devices"
     )
 
 

@@ -10,19 +10,17 @@ cohort's images a second over those of one client.
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import tyro
 
-from experiments import cli
 from experiments.bench import round as round_benchmark
 from experiments.bench import timing
-from experiments.bench.round import Sizes, flops_an_image
+from experiments.bench.round import flops_an_image
+from experiments.bench.timing import Sizes
 from experiments.flags import DeviceFlags
-from experiments.launch import make_mesh, start_tuned
-from fedjax_tp.models import task as tasks
-from fedjax_tp.models.vit import ViT
+from experiments.launch import make_mesh
 from fedjax_tp.simulation.cohort import LocalSchedule
 
 
@@ -58,9 +56,7 @@ def run(flags: Flags) -> dict[str, Any]:
             torch=flags.torch,
         )
     )
-    task = tasks.classification(
-        ViT(10, patch_size=4, **asdict(flags.sizes)), (32, 32, 3)
-    )
+    task = timing.vit_task(flags.sizes, 4, (32, 32, 3))
     size = flags.steps * flags.batch_size
     peak = timing.matmul_peak()
     rates, shares = {}, {}
@@ -95,14 +91,7 @@ def run(flags: Flags) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    if argv is None:
-        start_tuned()
-    return cli.run_main(
-        lambda: timing.check_positive_and_run(
-            run,
-            cli.tyro_cli(Flags, argv, __doc__ or "", "experiments.bench.gpu", Flags()),
-        )
-    )
+    return timing.run_main(run, Flags(), argv, __doc__ or "", "experiments.bench.gpu")
 
 
 if __name__ == "__main__":

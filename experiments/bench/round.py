@@ -8,36 +8,23 @@ is JSON: `ratio` is ours over PyTorch's images a second, `peak_share` the share 
 matmul peak measured in the same run that our matrix products reach.
 """
 
+import contextlib
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import jax
 import tyro
 
-from experiments import cli
 from experiments.bench import timing
+from experiments.bench.timing import Sizes
 from experiments.flags import DeviceFlags
-from experiments.launch import make_mesh, start_tuned
-from fedjax_tp.models import task as tasks
-from fedjax_tp.models.vit import ViT
+from experiments.launch import make_mesh
 from fedjax_tp.simulation.cohort import LocalSchedule
 from fedjax_tp.types import InputError
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The paper's ViT, for images of 32x32x3 in patches of 4."""
-
-    dim: int = 128
-    depth: int = 6
-    heads: int = 8
-    head_dim: int = 64
-    mlp_dim: int = 256
-    dropout: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -71,72 +58,72 @@ def flops_an_image(sizes: Sizes) -> int:
     return 3 * 2 * (sizes.depth * block + 64 * 48 * sizes.dim + sizes.dim * 10)
 
 
-class TorchReference:
-    """`experiments.bench.torch_fedtp` in a process of its own, a round when asked."""
+@contextlib.contextmanager
+def torch_reference(flags: Flags, threads: int) -> Iterator[Callable[[], float]]:
+    """A function that runs a round of `torch_fedtp`, in its own process, and times it.
 
-    def __init__(self, flags: Flags, threads: int):
-        values = asdict(flags.sizes) | {
-            "clients": flags.clients,
-            "steps": flags.steps,
-            "batch_size": flags.batch_size,
-            "threads": threads,
-        }
-        arguments = [f"--{name}={value}" for name, value in values.items()]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "experiments.bench.torch_fedtp", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.version = self._answer().split()[1]
+    Raises:
+      InputError: the process ended, for want of PyTorch say.
+    """
+    values = asdict(flags.sizes) | {
+        "clients": flags.clients,
+        "steps": flags.steps,
+        "batch_size": flags.batch_size,
+        "threads": threads,
+    }
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "experiments.bench.torch_fedtp"),
+            *(f"--{name}={value}" for name, value in values.items()),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
-    def _answer(self) -> str:
-        assert self.process.stdout is not None
-        assert self.process.stderr is not None
-        line = self.process.stdout.readline()
+    def answer() -> str:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        line = process.stdout.readline()
         if not line:
-            reason = self.process.stderr.read().strip().splitlines()[-1:]
+            reason = process.stderr.read().strip().splitlines()[-1:]
             raise InputError(
                 f"the PyTorch reference stopped ({' '.join(reason)}); install the "
                 "extra `torch`, or pass --no-torch"
             )
         return line
 
-    def round(self) -> float:
-        """Seconds of one round."""
-        assert self.process.stdin is not None
-        print(file=self.process.stdin, flush=True)
-        return float(self._answer())
+    def timed() -> float:
+        print(file=process.stdin, flush=True)
+        return float(answer())
 
-    def close(self) -> None:
-        """Ends the process."""
-        self.process.communicate()
+    try:
+        print(f"PyTorch {answer().split()[1]}, {threads} threads")
+        yield timed
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def run(flags: Flags) -> dict[str, float | str | int | None]:
     """Times both sides and prints the comparison; returns the figures."""
     mesh = make_mesh(flags.device)
     sizes = flags.sizes
-    model = ViT(10, patch_size=4, **asdict(sizes))
-    task = tasks.classification(model, (32, 32, 3))
+    task = timing.vit_task(sizes, 4, (32, 32, 3))
     algorithm = timing.fedtp_of(task, flags.clients)
     examples = flags.steps * flags.batch_size
     data = timing.federation([examples] * flags.clients, (32, 32, 3))
     schedule = LocalSchedule(flags.batch_size, 1, examples, flags.lanes, mesh)
-    ours = timing.round_timer(algorithm, data, flags.clients, schedule)
-    theirs = None
-    if flags.torch:
-        threads = mesh.size if jax.default_backend() == "cpu" else 1
-        theirs = TorchReference(flags, threads)
-        print(f"PyTorch {theirs.version}, {threads} threads; jax {jax.__version__}")
+    sides = {"ours": timing.round_timer(algorithm, data, flags.clients, schedule)}
     times: dict[str, list[float]] = {"ours": [], "torch": []}
-    for _ in range(flags.rounds):
-        times["ours"].append(ours())
-        if theirs is not None:
-            times["torch"].append(theirs.round())
-    if theirs is not None:
-        theirs.close()
+    with contextlib.ExitStack() as stack:
+        if flags.torch:
+            threads = mesh.size if jax.default_backend() == "cpu" else 1
+            sides["torch"] = stack.enter_context(torch_reference(flags, threads))
+        for _ in range(flags.rounds):
+            for name, timed in sides.items():
+                times[name].append(timed())
     peak = timing.matmul_peak()
     images = flags.clients * examples
     print(
@@ -159,10 +146,10 @@ def run(flags: Flags) -> dict[str, float | str | int | None]:
         "device": mesh.devices.flat[0].device_kind,
         "devices": mesh.size,
         "images_per_second": round(rates["ours"], 2),
-        "torch_images_per_second": round(rates["torch"], 2) if theirs else None,
-        "ratio": round(rates["ours"] / rates["torch"], 3) if theirs else None,
+        "torch_images_per_second": round(rates["torch"], 2) if flags.torch else None,
+        "ratio": round(rates["ours"] / rates["torch"], 3) if flags.torch else None,
         "peak_share": round(shares["ours"], 3),
-        "torch_peak_share": round(shares["torch"], 3) if theirs else None,
+        "torch_peak_share": round(shares["torch"], 3) if flags.torch else None,
         "matmul_peak_gflops": round(peak / 1e9, 1),
     }
     timing.report(**figures)
@@ -171,16 +158,7 @@ def run(flags: Flags) -> dict[str, float | str | int | None]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    if argv is None:
-        start_tuned()
-    return cli.run_main(
-        lambda: timing.check_positive_and_run(
-            run,
-            cli.tyro_cli(
-                Flags, argv, __doc__ or "", "experiments.bench.round", Flags()
-            ),
-        )
-    )
+    return timing.run_main(run, Flags(), argv, __doc__ or "", "experiments.bench.round")
 
 
 if __name__ == "__main__":

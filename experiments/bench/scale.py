@@ -20,23 +20,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import tyro
 
-from experiments import cli
+from experiments import host_kept
 from experiments.bench import timing
 from experiments.flags import DeviceFlags
-from experiments.launch import make_mesh, place, replicate, start_tuned
-from fedjax_tp import algorithms, tree
+from experiments.launch import make_mesh, place, replicate
+from fedjax_tp import algorithms
 from fedjax_tp.algorithms import Algorithm, Setting
 from fedjax_tp.data.federated import FederatedDataset
 from fedjax_tp.hypernetwork import HypernetworkConfig
-from fedjax_tp.io import client_store
-from fedjax_tp.models import task as tasks
-from fedjax_tp.models.vit import ViT
 from fedjax_tp.simulation.cohort import LocalSchedule
-from fedjax_tp.simulation.rounds import init_state, make_round_of, state_sharding
+from fedjax_tp.simulation.rounds import init_state, state_sharding
 
 _IMAGE = (28, 28, 1)
 
@@ -45,6 +40,7 @@ _IMAGE = (28, 28, 1)
 class Flags:
     """Flags of the scale benchmark."""
 
+    sizes: Annotated[timing.Sizes, tyro.conf.arg(name="")] = timing.SMALL
     device: Annotated[DeviceFlags, tyro.conf.arg(name="")] = DeviceFlags()
     clients: tuple[int, ...] = (100, 1_000, 10_000, 100_000, 1_000_000)
     """Populations."""
@@ -63,8 +59,7 @@ class Flags:
 def run(flags: Flags) -> dict[str, Any]:
     """Times the rounds and prints them; returns the figures."""
     mesh = make_mesh(flags.device)
-    model = ViT(10, patch_size=7, dim=64, depth=2, heads=4, head_dim=16, mlp_dim=128)
-    task = tasks.classification(model, _IMAGE)
+    task = timing.vit_task(flags.sizes, 7, _IMAGE)
     size = flags.steps * flags.batch_size
     schedule = LocalSchedule(flags.batch_size, 1, size, 1, mesh)
     times: dict[str, dict[str, float]] = {"fedtp": {}, "fedtp_vanilla": {}}
@@ -121,22 +116,15 @@ def _host_timer(
     state = jax.jit(
         lambda key: init_state(algorithm, data.num_clients, key, with_kept=False)
     )(key)
-    initial = jax.device_get(
-        tree.flatten_rows(tree.stack_copies(algorithm.init_kept(state.server), 1))
-    )
-    store = client_store.open_store(folder / "kept", initial, data.num_clients)
+    store = host_kept.open_store(algorithm, state, folder / "kept")
     state = place(state, state_sharding(state, schedule.mesh))
     data, key = replicate((data, key), schedule.mesh)
-    sample, round_of = make_round_of(algorithm, cohort, schedule)
-    carried, rounds, mesh = [state], itertools.count(), schedule.mesh
+    one_round = host_kept.make_round(algorithm, cohort, schedule, store)
+    carried, rounds = [state], itertools.count()
 
     def timed() -> float:
         start = time.perf_counter()
-        index = jnp.int32(next(rounds))
-        ids = np.asarray(sample(data, key, index))
-        rows = replicate(client_store.read_rows(store, ids), mesh)
-        carried[0], rows, used_ids, _ = round_of(carried[0], rows, data, key, index)
-        client_store.write_rows(store, *jax.device_get((used_ids, rows)))
+        carried[0], _ = one_round(carried[0], data, key, next(rounds))
         jax.block_until_ready(carried[0])
         return time.perf_counter() - start
 
@@ -163,16 +151,7 @@ def resident_bytes() -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    if argv is None:
-        start_tuned()
-    return cli.run_main(
-        lambda: timing.check_positive_and_run(
-            run,
-            cli.tyro_cli(
-                Flags, argv, __doc__ or "", "experiments.bench.scale", Flags()
-            ),
-        )
-    )
+    return timing.run_main(run, Flags(), argv, __doc__ or "", "experiments.bench.scale")
 
 
 if __name__ == "__main__":

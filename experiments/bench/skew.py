@@ -16,12 +16,9 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-from experiments import cli
 from experiments.bench import timing
 from experiments.flags import DeviceFlags
-from experiments.launch import make_mesh, start_tuned
-from fedjax_tp.models import task as tasks
-from fedjax_tp.models.vit import ViT
+from experiments.launch import make_mesh
 from fedjax_tp.simulation.cohort import LocalSchedule
 
 _IMAGE = (28, 28, 1)
@@ -31,6 +28,7 @@ _IMAGE = (28, 28, 1)
 class Flags:
     """Flags of the skew benchmark."""
 
+    sizes: Annotated[timing.Sizes, tyro.conf.arg(name="")] = timing.SMALL
     device: Annotated[DeviceFlags, tyro.conf.arg(name="")] = DeviceFlags()
     clients: int = 64
     """Clients in a round."""
@@ -40,10 +38,6 @@ class Flags:
     """Examples a step."""
     lanes: int = 1
     """Clients at a time on one device."""
-    dim: int = 64
-    """Width of the ViT."""
-    depth: int = 2
-    """Its blocks."""
     rounds: int = 3
     """Rounds timed; the median counts."""
     padding: bool = True
@@ -65,16 +59,7 @@ def dirichlet_sizes(clients: int, total: int, alpha: float = 0.1) -> np.ndarray:
 def run(flags: Flags) -> dict[str, float | int | str]:
     """Times the rounds and prints the comparison; returns the figures."""
     mesh = make_mesh(flags.device)
-    model = ViT(
-        10,
-        patch_size=7,
-        dim=flags.dim,
-        depth=flags.depth,
-        heads=4,
-        head_dim=16,
-        mlp_dim=2 * flags.dim,
-    )
-    task = tasks.classification(model, _IMAGE)
+    task = timing.vit_task(flags.sizes, 7, _IMAGE)
     lanes = flags.lanes * mesh.size
 
     def seconds(sizes: Sequence[int] | np.ndarray, rounds: int = flags.rounds) -> float:
@@ -131,14 +116,7 @@ def run(flags: Flags) -> dict[str, float | int | str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    if argv is None:
-        start_tuned()
-    return cli.run_main(
-        lambda: timing.check_positive_and_run(
-            run,
-            cli.tyro_cli(Flags, argv, __doc__ or "", "experiments.bench.skew", Flags()),
-        )
-    )
+    return timing.run_main(run, Flags(), argv, __doc__ or "", "experiments.bench.skew")
 
 
 if __name__ == "__main__":

@@ -4,22 +4,46 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.cli import to_flat
-from experiments.launch import place, replicate
+from experiments import cli
+from experiments.launch import place, process_notes, replicate, start_tuned
 from fedjax_tp import algorithms
 from fedjax_tp.algorithms import Algorithm, ClientOptimizer, Setting
 from fedjax_tp.data.federated import FederatedDataset
 from fedjax_tp.hypernetwork import PAPER, HypernetworkConfig
 from fedjax_tp.models import task as tasks
+from fedjax_tp.models.vit import ViT
 from fedjax_tp.simulation.cohort import LocalSchedule
 from fedjax_tp.simulation.rounds import init_state, make_advance, state_sharding
 from fedjax_tp.types import InputError
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The ViT that is trained; unless told, the paper's."""
+
+    dim: int = 128
+    depth: int = 6
+    heads: int = 8
+    head_dim: int = 64
+    mlp_dim: int = 256
+    dropout: float = 0.1
+
+
+SMALL = Sizes(dim=64, depth=2, heads=4, head_dim=16, mlp_dim=128, dropout=0.0)
+"""The default ViT of `experiments.fedtp`."""
+
+
+def vit_task(sizes: Sizes, patch_size: int, image: tuple[int, int, int]) -> tasks.Task:
+    """The task of classifying images into ten classes with a ViT."""
+    model = ViT(10, patch_size=patch_size, **asdict(sizes))
+    return tasks.classification(model, image)
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -130,13 +154,37 @@ def round_timer(
     return timed
 
 
-def check_positive_and_run(run: Callable[[Any], Any], flags: Any) -> None:
-    """Runs a benchmark.
+def run_main(
+    run: Callable[[Any], Any],
+    defaults: Any,
+    argv: Sequence[str] | None,
+    description: str,
+    module: str,
+) -> int:
+    """The command line of a benchmark; returns the exit code.
 
-    Raises:
-      InputError: a number among its flags is below 1.
+    Args:
+      run: the benchmark, a function of its flags.
+      defaults: the flags when nothing is given.
+      argv: the arguments; None for those of the process.
+      description, module: for `--help`.
     """
-    for name, value in to_flat(flags).items():
+    if argv is None:
+        start_tuned()
+
+    def checked() -> None:
+        flags = cli.tyro_cli(type(defaults), argv, description, module, defaults)
+        check_positive(flags)
+        for note in process_notes():
+            print(f"note: {note}")
+        run(flags)
+
+    return cli.run_main(checked)
+
+
+def check_positive(flags: Any) -> None:
+    """Raises InputError if a count among the flags is below 1."""
+    for name, value in cli.to_flat(flags).items():
         numbers = value if isinstance(value, tuple) else (value,)
         for number in numbers:
             is_count = isinstance(number, int) and not isinstance(number, bool)
@@ -144,7 +192,6 @@ def check_positive_and_run(run: Callable[[Any], Any], flags: Any) -> None:
                 raise InputError(
                     f"{name.replace('_', ' ')} is {number}; allowed is 1 or more"
                 )
-    run(flags)
 
 
 def report(**figures: Any) -> None:

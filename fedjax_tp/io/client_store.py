@@ -117,7 +117,7 @@ def _parts(store: ClientStore, ids: NumpyInts) -> Iterator[bytes]:
 
 
 def load(store: ClientStore, folder: Path, round_index: int) -> None:
-    """Fills a new store with the rows saved after a round.
+    """Fills a new store with the rows saved after a round; later ones are removed.
 
     Raises:
       OSError: they are not there, or damaged.
@@ -140,6 +140,15 @@ def load(store: ClientStore, folder: Path, round_index: int) -> None:
         rows[name] = flat.reshape(count, width)
         offset += flat.nbytes
     write_rows(store, ids, rows)
+    # Else they would count among the last few when those rounds are run again.
+    for later in folder.glob("*.kept"):
+        if int(later.stem) > round_index:
+            later.unlink()
+
+
+def has_saved(folder: Path) -> bool:
+    """Are there saved rows?"""
+    return any(folder.glob("*.kept"))
 
 
 def _path(folder: Path, round_index: int) -> Path:

@@ -13,7 +13,7 @@ from fedjax_tp.algorithms.base import Algorithm, Message, ServerState
 from fedjax_tp.data.federated import FederatedDataset, client_sizes, gather
 from fedjax_tp.models.task import Metrics, Task
 from fedjax_tp.simulation.cohort import MESH_AXIS
-from fedjax_tp.simulation.rounds import OVER_SEEDS, SimulationState
+from fedjax_tp.simulation.rounds import OVER_SEEDS, SimulationState, kept_shapes
 from fedjax_tp.types import Array, Float, Tree
 
 Evaluate = Callable[[SimulationState, FederatedDataset], Metrics]
@@ -61,7 +61,7 @@ def make_evaluate(
     def evaluate(state: SimulationState, data: FederatedDataset) -> Metrics:
         num_clients = data.num_clients
         ids = jnp.arange(num_clients + -num_clients % (devices * chunk_size))
-        found = evaluate_ids(state.server, tree.take(state.kept, ids), ids, data)
+        found = evaluate_ids(state.server, state.kept, ids, ids, data)
         return jax.tree.map(lambda leaf: leaf[:num_clients], found)
 
     if over_seeds:
@@ -90,11 +90,8 @@ def make_evaluate_rows(
 
     @jax.jit
     def evaluate(server, rows, ids, data):
-        like = jax.eval_shape(
-            lambda server: tree.stack_copies(algorithm.init_kept(server), len(ids)),
-            server,
-        )
-        return evaluate_ids(server, tree.unflatten_rows(rows, like), ids, data)
+        kept = tree.unflatten_rows(rows, kept_shapes(algorithm, server))
+        return evaluate_ids(server, kept, jnp.arange(len(ids)), ids, data)
 
     return evaluate
 
@@ -105,38 +102,44 @@ def _evaluate_ids(
     capacity: int,
     chunk_size: int,
     mesh: Mesh | None,
-) -> Callable[[ServerState, Tree, Array, FederatedDataset], Metrics]:
-    """A function of server, what the clients kept, their ids, and data."""
+) -> Callable[[ServerState, Tree, Array, Array, FederatedDataset], Metrics]:
+    """A function of server, kept rows, which row is each client's, ids, and data."""
     batch_size = max(1, min(capacity, 256))
     devices = 1 if mesh is None else mesh.size
 
-    def deal(leaf: Array) -> Array:
+    def deal(ids: Array) -> Array:
         # In turns, so that each device has clients of every kind.
-        chunks = leaf.reshape(-1, chunk_size, devices, *leaf.shape[1:])
-        return jnp.moveaxis(chunks, 2, 0)
+        return jnp.moveaxis(ids.reshape(-1, chunk_size, devices), 2, 0)
 
     def evaluate(
-        server: ServerState, kept: Tree, ids: Array, data: FederatedDataset
+        server: ServerState,
+        kept: Tree,
+        places: Array,
+        ids: Array,
+        data: FederatedDataset,
     ) -> Metrics:
-        def on_device(server, data, dealt):
-            def chunk(inputs):
-                return evaluate_chunk(server, data, *inputs)
-
-            found = jax.lax.map(chunk, jax.tree.map(lambda leaf: leaf[0], dealt))
+        def on_device(server, kept, data, places, ids):
+            # A chunk's rows at a time: all of them may be most of the memory.
+            found = jax.lax.map(
+                lambda dealt: evaluate_chunk(
+                    server, data, dealt[1], tree.take(kept, dealt[0])
+                ),
+                (places[0], ids[0]),
+            )
             return jax.tree.map(lambda leaf: leaf[None], found)
 
-        dealt = jax.tree.map(deal, (ids, kept))
+        inputs = (server, kept, data, deal(places), deal(ids))
         if mesh is None or devices == 1:
-            chunks = on_device(server, data, dealt)
+            chunks = on_device(*inputs)
         else:
             split, whole = PartitionSpec(MESH_AXIS), PartitionSpec()
             found = jax.shard_map(
                 on_device,
                 mesh=mesh,
-                in_specs=(whole, whole, split),
+                in_specs=(whole, whole, whole, split, split),
                 out_specs=split,
                 check_vma=False,
-            )(server, data, dealt)
+            )(*inputs)
             # Every process reads all of it.
             chunks = jax.lax.with_sharding_constraint(found, NamedSharding(mesh, whole))
         return jax.tree.map(

@@ -93,6 +93,16 @@ def init_state(
     return SimulationState(server, kept, jnp.zeros(num_clients, jnp.int32))
 
 
+def initial_kept(algorithm: Algorithm, server: ServerState) -> Tree:
+    """What a client keeps that never took part, stacked: one row."""
+    return tree.stack_copies(algorithm.init_kept(server), 1)
+
+
+def kept_shapes(algorithm: Algorithm, server: ServerState) -> Tree:
+    """Shapes and types of `initial_kept`, for `tree.unflatten_rows`."""
+    return jax.eval_shape(lambda server: initial_kept(algorithm, server), server)
+
+
 def _round_keys(key: PRNGKey, round_index: Int[Array, ""]) -> tuple[PRNGKey, PRNGKey]:
     """Keys of a round's sample and of its clients."""
     sample_key, cohort_key = jax.random.split(jax.random.fold_in(key, round_index))
@@ -291,7 +301,7 @@ def make_round_of(algorithm: Algorithm, cohort: int, schedule: LocalSchedule) ->
     `sample(data, key, round_index) -> ids`; then `round_of(state, rows, data, key,
     round_index) -> (state, rows, used ids, record)`, with the cohort's rows as
     `tree.flatten_rows` gives them and a record of one round (a leading axis of 1). The
-    state passed in is donated. Results have the bits of `make_advance`'s to rounding.
+    state passed in is donated. Results are those of `make_advance`, to rounding.
     """
 
     @jax.jit
@@ -300,15 +310,11 @@ def make_round_of(algorithm: Algorithm, cohort: int, schedule: LocalSchedule) ->
 
     @partial(jax.jit, donate_argnums=0)
     def round_of(state, rows, data, key, round_index):
-        like = jax.eval_shape(
-            lambda server: tree.stack_copies(algorithm.init_kept(server), cohort),
-            state.server,
-        )
         new, kept, used_ids, record = run_round_of(
             algorithm,
             data,
             state,
-            tree.unflatten_rows(rows, like),
+            tree.unflatten_rows(rows, kept_shapes(algorithm, state.server)),
             sample_round(key, round_index, data.num_clients, cohort),
             _round_keys(key, round_index)[1],
             schedule,

@@ -573,6 +573,30 @@ def test_what_clients_keep_on_the_host_gives_the_same_run_and_resumes(tmp_path):
         assert fedtp.main(["--out", str(out), "--resume", "--rounds", "8"]) == 0
     assert len(rows(outs["no"])) == 8
     assert rows(outs["no"]) == rows(outs["yes"])
+    saved = outs["yes"] / "checkpoints" / "fedtp_vanilla"
+    assert sorted(path.name for path in saved.glob("*.kept")) == [
+        "6.kept",
+        "7.kept",
+        "8.kept",
+    ]
+
+
+def test_a_run_goes_on_where_its_clients_rows_are_whatever_memory_is_free(tmp_path):
+    # 60 models are 175 kB, everything else is about as much.
+    flags = _without(TINY, "--algorithms", "--num-clients", "--sample-fraction")
+    flags += shlex.split("--algorithms local --num-clients 60 --sample-fraction 0.05")
+    small, large = (["--memory-gb", gb] for gb in ("0.0005", "50"))
+    for name, first, then in (("a", small, large), ("b", large, small)):
+        out = tmp_path / name
+        assert fedtp.main(["--out", str(out), *flags, *first]) == 0
+        on_host = (out / "clients").exists()
+        assert on_host is (first is small)
+        more = ["--resume", "--rounds", "7", *then]
+        assert fedtp.main(["--out", str(out), *more]) == 0
+        assert (out / "clients").exists() is on_host
+    assert rows(tmp_path / "a") == rows(tmp_path / "b")
+    flags = ["--out", str(tmp_path / "a"), "--resume", "--kept-on-host", "no"]
+    assert fedtp.main(flags) == 2
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,16 @@ def test_a_process_without_an_accelerator_is_started_with_huge_pages(monkeypatch
     assert launch.tuned_environment({}, ["x"]) is None
 
 
+def test_the_log_says_what_was_set(monkeypatch):
+    monkeypatch.delenv("FEDJAX_TP_PROCESS_TUNED", raising=False)
+    assert launch.process_notes() == []
+    monkeypatch.setenv("FEDJAX_TP_PROCESS_TUNED", "1")
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+    (note,) = launch.process_notes()
+    assert "huge pages (GLIBC_TUNABLES=glibc.malloc.hugetlb=1)" in note
+    assert "--no-tune-process" in note
+
+
 def test_a_process_with_an_accelerator_is_left_as_it_is(monkeypatch):
     monkeypatch.setattr(launch.platform, "libc_ver", lambda: ("glibc", "2.36"))
     for platforms in ("cuda", "tpu,cpu"):

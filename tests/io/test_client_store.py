@@ -89,3 +89,16 @@ def test_a_damaged_save_is_noticed(tmp_path, damage, said):
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(OSError, match=said):
         client_store.load(store, tmp_path, 1)
+
+
+def test_rows_of_rounds_that_are_run_again_do_not_count_as_the_last(tmp_path):
+    store = client_store.open_store(tmp_path / "rows", INITIAL, 4)
+    assert not client_store.has_saved(tmp_path)
+    for i in (10, 15, 20):
+        client_store.save(store, tmp_path, i)
+    client_store.load(store, tmp_path, 10)
+    for i in (11, 12):
+        client_store.save(store, tmp_path, i)
+    saved = sorted(int(path.stem) for path in tmp_path.glob("*.kept"))
+    assert saved == [10, 11, 12]
+    assert client_store.has_saved(tmp_path)
