@@ -85,42 +85,15 @@ def train(
       Interrupted: on SIGTERM or Ctrl-C, after the state has been saved.
       OSError: a file could not be written.
     """
-    name, seeds = algorithm.name, setup.seeds
-    mesh, over_seeds = setup.schedule.mesh, len(seeds) > 1
+    name, seeds, mesh = algorithm.name, setup.seeds, setup.schedule.mesh
     assert mesh is not None
-    num_clients = setup.num_clients
     checkpoint_folder = out / "checkpoints" / name
     checkpoint_every = run.checkpoint_every or run.eval_every
-    keys = jax.vmap(jax.random.split)(jnp.stack([jax.random.key(s) for s in seeds]))
-    init_key, key = (keys[:, 0], keys[:, 1]) if over_seeds else keys[0]
-
-    def init(key: jax.Array) -> SimulationState:
-        def of_seed(key: jax.Array) -> SimulationState:
-            return init_state(
-                algorithm, num_clients, key, with_kept=not setup.kept_on_host
-            )
-
-        return jax.vmap(of_seed)(key) if over_seeds else of_seed(key)
 
     def notify(text: str) -> None:
         print(f"{name}: {text}", flush=True)
 
-    shapes = jax.eval_shape(init, init_key)
-    sharding = state_sharding(shapes, mesh)
-    restored = None
-    if launch.is_first_process():
-        restored = checkpoints.restore(checkpoint_folder, shapes, notify)
-    done = launch.agree(-1 if restored is None else restored.round)
-    if done < 0:
-        done = 0
-        state = jax.jit(init, out_shardings=sharding)(launch.replicate(init_key, mesh))
-        if run.resume:
-            notify("no checkpoint yet, starting from the first round")
-    else:
-        found = restored.state if restored is not None else None
-        state = launch.place(launch.from_first_process(found, shapes), sharding)
-        notify(f"going on after round {done}, from {checkpoint_folder / str(done)}")
-    key = launch.replicate(key, mesh)
+    state, key, done = _start(algorithm, setup, run, checkpoint_folder, notify)
     metrics_file, timing_file = out / "metrics.jsonl", out / "timing.jsonl"
     if launch.is_first_process():
         _rewind_rows(metrics_file, name, done, seeds, training, run)
@@ -135,40 +108,19 @@ def train(
 
     started = time.perf_counter()
     max_rounds = min(run.eval_every, training.rounds)
-    capacity = int(np.max(setup.test.size))
     chunk_size = training.chunk_size or setup.schedule.lanes
-    host = None
     if setup.kept_on_host:
-        host = host_kept.open_run(
-            algorithm, setup, state, out / "clients" / name, capacity, chunk_size
+        engine = host_kept.open_run(
+            algorithm, setup, state, out / "clients" / name, chunk_size
         )
-        if done:
-            host.load(checkpoint_folder, done)
-        advance, evaluate_all = host.advance, host.evaluate
     else:
-        advance = (
-            make_advance(
-                algorithm,
-                setup.cohort,
-                setup.schedule,
-                max_rounds,
-                over_seeds=over_seeds,
-            )
-            .lower(state, setup.train, key, done, 1)
-            .compile()
-        )
-        evaluate_all = evaluation.make_evaluate(
-            algorithm,
-            setup.task,
-            capacity=capacity,
-            chunk_size=chunk_size,
-            mesh=mesh,
-            over_seeds=over_seeds,
-        )
+        engine = _on_device(algorithm, setup, state, key, max_rounds, chunk_size)
+    if done:
+        engine.load(checkpoint_folder, done)
     log_time("compile", done, started)
 
     def evaluate(state: SimulationState) -> list[tasks.Metrics]:
-        return _by_seed(jax.device_get(evaluate_all(state, setup.test)), seeds)
+        return _by_seed(jax.device_get(engine.evaluate(state, setup.test)), seeds)
 
     rounds_a_call, is_first_call = 1, True
     shown = ""
@@ -186,7 +138,7 @@ def train(
             )
             count = launch.agree(min(rounds_a_call, boundary - done, max_rounds))
             started = time.perf_counter()
-            state, records = advance(state, setup.train, key, done, count)
+            state, records = engine.advance(state, setup.train, key, done, count)
             records = _by_seed(jax.device_get(records), seeds, axis=1)
             rows = round_rows(name, records, seeds, done, count)
             done += count
@@ -211,9 +163,8 @@ def train(
             is_last = done == training.rounds
             if done % checkpoint_every == 0 or is_last or stop:
                 started = time.perf_counter()
-                if host is not None:
-                    # First: a checkpoint means that the rows are there.
-                    host.save(checkpoint_folder, done)
+                # First: a checkpoint means that the clients' rows are there.
+                engine.save(checkpoint_folder, done)
                 whole = launch.to_host(state, mesh)
                 if launch.is_first_process():
                     checkpoints.save(checkpoint_folder, whole, done)
@@ -236,6 +187,72 @@ def train(
             for row in metrics.read_rows(timing_file)
             if row["algorithm"] == name
         ),
+    )
+
+
+def _start(
+    algorithm: Algorithm,
+    setup: Setup,
+    run: RunFlags,
+    checkpoint_folder: Path,
+    notify: Callable[[str], None],
+) -> tuple[SimulationState, jax.Array, int]:
+    """State, key and rounds done: from the newest checkpoint, if there is one."""
+    mesh, over_seeds = setup.schedule.mesh, len(setup.seeds) > 1
+    assert mesh is not None
+    seed_keys = jnp.stack([jax.random.key(seed) for seed in setup.seeds])
+    keys = jax.vmap(jax.random.split)(seed_keys)
+    init_key, key = (keys[:, 0], keys[:, 1]) if over_seeds else keys[0]
+
+    def of_seed(key: jax.Array) -> SimulationState:
+        return init_state(
+            algorithm, setup.num_clients, key, with_kept=not setup.kept_on_host
+        )
+
+    init = jax.vmap(of_seed) if over_seeds else of_seed
+    shapes = jax.eval_shape(init, init_key)
+    sharding = state_sharding(shapes, mesh)
+    restored = None
+    if launch.is_first_process():
+        restored = checkpoints.restore(checkpoint_folder, shapes, notify)
+    done = launch.agree(-1 if restored is None else restored.round)
+    key = launch.replicate(key, mesh)
+    if done < 0:
+        if run.resume:
+            notify("no checkpoint yet, starting from the first round")
+        start = jax.jit(init, out_shardings=sharding)
+        return start(launch.replicate(init_key, mesh)), key, 0
+    found = restored.state if restored is not None else None
+    state = launch.place(launch.from_first_process(found, shapes), sharding)
+    notify(f"going on after round {done}, from {checkpoint_folder / str(done)}")
+    return state, key, done
+
+
+def _on_device(
+    algorithm: Algorithm,
+    setup: Setup,
+    state: SimulationState,
+    key: jax.Array,
+    max_rounds: int,
+    chunk_size: int,
+) -> host_kept.Engine:
+    """Many rounds in one program; a checkpoint of the state has all there is."""
+    over_seeds = len(setup.seeds) > 1
+    advance = make_advance(
+        algorithm, setup.cohort, setup.schedule, max_rounds, over_seeds=over_seeds
+    )
+    return host_kept.Engine(
+        advance.lower(state, setup.train, key, 0, 1).compile(),
+        evaluation.make_evaluate(
+            algorithm,
+            setup.task,
+            capacity=setup.test_capacity,
+            chunk_size=chunk_size,
+            mesh=setup.schedule.mesh,
+            over_seeds=over_seeds,
+        ),
+        lambda folder, round_index: None,
+        lambda folder, round_index: None,
     )
 
 

@@ -26,7 +26,7 @@ from fedjax_tp.simulation.rounds import (
 _CLIENTS_A_CALL = 64
 
 
-class HostRun(NamedTuple):
+class Engine(NamedTuple):
     """What the driver needs of a run; the first two as in the library.
 
     Attributes:
@@ -89,23 +89,26 @@ def open_run(
     setup: Setup,
     state: SimulationState,
     folder: Path,
-    capacity: int,
     chunk_size: int,
-) -> HostRun:
+) -> Engine:
     """Opens the store of an algorithm's clients in `folder`, without rows.
 
     Args:
       algorithm, setup: what runs.
       state: gives the initial rows.
       folder: for the memory-mapped files.
-      capacity, chunk_size: as for `evaluation.make_evaluate`.
+      chunk_size: clients evaluated at a time on one device.
     """
     mesh = setup.schedule.mesh
     assert mesh is not None
     store = open_store(algorithm, state, folder)
     one_round = make_round(algorithm, setup.cohort, setup.schedule, store)
     evaluate_rows = make_evaluate_rows(
-        algorithm, setup.task, capacity=capacity, chunk_size=chunk_size, mesh=mesh
+        algorithm,
+        setup.task,
+        capacity=setup.test_capacity,
+        chunk_size=chunk_size,
+        mesh=mesh,
     )
 
     def advance(
@@ -134,7 +137,7 @@ def open_run(
             lambda *parts: np.concatenate(parts)[: setup.num_clients], *found
         )
 
-    return HostRun(
+    return Engine(
         advance,
         evaluate,
         lambda folder, round_index: client_store.save(store, folder, round_index),

@@ -57,6 +57,11 @@ class Setup(NamedTuple):
     def num_clients(self) -> int:
         return self.partitions[0].num_clients
 
+    @property
+    def test_capacity(self) -> int:
+        """Test examples of the largest client."""
+        return max(len(part) for parts in self.partitions for part in parts.test)
+
 
 def check_flags(data: DataFlags, training: TrainingFlags, run: RunFlags) -> None:
     """Raises InputError for values that no data could make valid."""

@@ -20,6 +20,7 @@ from experiments.bench import timing
 from experiments.flags import DeviceFlags
 from experiments.launch import make_mesh
 from fedjax_tp.simulation.cohort import LocalSchedule
+from fedjax_tp.types import InputError
 
 _IMAGE = (28, 28, 1)
 
@@ -79,6 +80,11 @@ def run(flags: Flags) -> dict[str, float | int | str]:
         seconds([steps * flags.batch_size] * lanes) for steps in (equal // 2, equal)
     )
     step = (long - short) / (equal - equal // 2)
+    if step <= 0:
+        raise InputError(
+            f"{equal} steps took {long:.3f} s and {equal // 2} took {short:.3f} s, too "
+            f"few to time one: steps is {flags.steps}, try {10 * flags.steps}"
+        )
     print(
         f"one step of {lanes} equal clients: {1000 * step:.2f} ms "
         f"({mesh.size} x {mesh.devices.flat[0].device_kind}, {flags.lanes} at a time "

@@ -92,11 +92,48 @@ def test_the_pytorch_reference_has_the_same_model():
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
-def test_skew(capsys):
+def clock_of_rounds(monkeypatch, seconds_of_steps):
+    """Runs each round, and says that it took what a function of its steps says."""
+    real = timing.round_timer
+
+    def round_timer(algorithm, data, cohort, schedule, **rest):
+        run = real(algorithm, data, cohort, schedule, **rest)
+        steps = -(-np.asarray(data.size) // schedule.batch_size)
+
+        def timed():
+            assert run() > 0
+            return seconds_of_steps(steps)
+
+        return timed
+
+    monkeypatch.setattr(timing, "round_timer", round_timer)
+
+
+def test_skew(capsys, monkeypatch):
+    # A round of 1 s, and 0.01 s for each step of the two lanes or the longest client.
+    clock_of_rounds(
+        monkeypatch,
+        lambda steps: 1 + 0.01 * max(np.ceil(steps.sum() / 2), steps.max()),
+    )
     found = figures(capsys, skew, *TINY, "--clients", "6", "--steps", "20")
     assert found["lanes"] == 2
+    for name, sizes in (
+        ("zipf", skew.zipf_sizes(6, 40)), ("dirichlet", skew.dirichlet_sizes(6, 40))
+    ):  # fmt: skip
+        steps = -(-sizes // 2)
+        bound = 0.01 * max(steps.sum() / 2, steps.max())
+        rounded_up = 0.01 * max(np.ceil(steps.sum() / 2), steps.max())
+        expected = (1 + rounded_up) / bound
+        assert found[f"{name}_ratio"] == pytest.approx(expected, abs=2e-3)
+        padded = (1 + 0.01 * 3 * steps.max()) / bound
+        assert found[f"{name}_padding_ratio"] == pytest.approx(padded, abs=2e-2)
     assert found["ratio"] == max(found["zipf_ratio"], found["dirichlet_ratio"])
-    assert found["zipf_padding_ratio"] > 0
+
+
+def test_steps_too_few_to_time_are_said_to_be(capsys, monkeypatch):
+    clock_of_rounds(monkeypatch, lambda steps: 1 / steps.sum())
+    assert skew.main([*TINY, "--clients", "2", "--steps", "8"]) == 2
+    assert "steps is 8, try 80" in capsys.readouterr().err
 
 
 def test_sizes_are_as_skewed_as_they_say():
