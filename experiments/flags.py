@@ -113,7 +113,7 @@ class DeviceFlags:
     memory_gb: float | None = None
     """Memory of a device; unset: what it has free (of the machine, an equal share)."""
     kept_on_host: Literal["auto", "yes", "no"] = "auto"
-    """Hold what clients keep in a memory-mapped file, and only the cohort's on the
+    """Hold what clients keep in a file, and only the cohort's on the
     device; auto: where it would take a quarter of the device's memory."""
     tune_process: bool = True
     """On CPU, start the process anew with its buffers in huge pages."""

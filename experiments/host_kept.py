@@ -96,7 +96,7 @@ def open_run(
     Args:
       algorithm, setup: what runs.
       state: gives the initial rows.
-      folder: for the memory-mapped files.
+      folder: for the files of rows.
       chunk_size: clients evaluated at a time on one device.
     """
     mesh = setup.schedule.mesh

@@ -1,15 +1,16 @@
-"""What clients keep, on disk: one row a client, memory-mapped, written where touched.
+"""What clients keep, on disk: one row a client, read and written where it is needed.
 
 For populations whose rows do not fit on a device. A client that never took part has no
 row: it holds the initial one, so a store for a million clients costs what those cost
-who took part.
+who took part. Rows go through the system's file cache by plain reads and writes; in a
+memory map, each page written for the first time is a fault of its own.
 """
 
-import mmap
 import os
 import shutil
 import zlib
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,12 +26,12 @@ class ClientStore(NamedTuple):
     """An open store.
 
     Attributes:
-      rows: of all clients, memory-mapped; valid where `has_row`.
+      files: rows of all clients by dtype name, end to end; valid where `has_row`.
       initial: of a client without a row; matrices of one row.
       has_row: in memory, one byte a client.
     """
 
-    rows: Rows
+    files: dict[str, FileIO]
     initial: Rows
     has_row: np.ndarray
 
@@ -44,45 +45,61 @@ def open_store(folder: Path, initial: Rows, num_clients: int) -> ClientStore:
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
-    rows: Rows = {
-        # The file has holes where nothing was written.
-        name: np.memmap(
-            folder / f"{name}.rows", row.dtype, "w+", shape=(num_clients, row.shape[1])
-        )
-        for name, row in initial.items()
-        if row.shape[1]
-    }
-    return ClientStore(rows, initial, np.zeros(num_clients, bool))
+    files = {}
+    for name, row in initial.items():
+        if row.shape[1]:
+            file = files[name] = FileIO(folder / f"{name}.rows", "w+")
+            # Holes where nothing was written.
+            file.truncate(num_clients * row.nbytes)
+    return ClientStore(files, initial, np.zeros(num_clients, bool))
 
 
 def read_rows(store: ClientStore, ids: NumpyInts) -> Rows:
-    """Rows of clients; an id past the end gives the initial one."""
-    num_clients = len(store.has_row)
-    inside = np.minimum(ids, num_clients - 1)
-    has_row = store.has_row[inside] & (ids < num_clients)
+    """Rows of clients; an id past the end gives the initial one.
+
+    Raises:
+      OSError: the file cannot be read.
+    """
     found = {}
     for name, initial in store.initial.items():
-        found[name] = np.repeat(initial, len(ids), axis=0)
-        if name in store.rows:
-            found[name][has_row] = store.rows[name][inside[has_row]]
-    _forget(store)
+        matrix = found[name] = np.repeat(initial, len(ids), axis=0)
+        if name in store.files:
+            for place, client in enumerate(ids):
+                if client < len(store.has_row) and store.has_row[client]:
+                    _read(store.files[name], int(client), matrix[place])
     return found
 
 
 def write_rows(store: ClientStore, ids: NumpyInts, rows: Rows) -> None:
-    """Writes rows of clients; those with an id past the end are dropped."""
+    """Writes rows of clients; those with an id past the end are dropped.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
     inside = ids < len(store.has_row)
-    for name, matrix in store.rows.items():
-        matrix[ids[inside]] = rows[name][inside]
+    for name, file in store.files.items():
+        matrix = np.ascontiguousarray(rows[name])
+        for place in np.flatnonzero(inside):
+            _write(file, int(ids[place]), matrix[place])
     store.has_row[ids[inside]] = True
-    _forget(store)
 
 
-def _forget(store: ClientStore) -> None:
-    """Lets go of the pages that were touched: the file has them, memory need not."""
-    if hasattr(mmap, "MADV_DONTNEED"):
-        for matrix in store.rows.values():
-            matrix._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+def _read(file: FileIO, client: int, row: np.ndarray) -> None:
+    file.seek(client * row.nbytes)
+    view = row.data.cast("B")
+    # A call may stop short of the end, at a signal say.
+    while view:
+        count = file.readinto(view)
+        if not count:
+            raise OSError(f"{file.name!r} ends before the row of client {client}")
+        view = view[count:]
+
+
+def _write(file: FileIO, client: int, row: np.ndarray) -> None:
+    file.seek(client * row.nbytes)
+    view = row.data.cast("B")
+    while view:
+        view = view[file.write(view) :]
 
 
 def save(store: ClientStore, folder: Path, round_index: int, *, keep: int = 3) -> None:
@@ -110,10 +127,11 @@ def save(store: ClientStore, folder: Path, round_index: int, *, keep: int = 3) -
 
 def _parts(store: ClientStore, ids: NumpyInts) -> Iterator[bytes]:
     yield ids.tobytes()
-    for name in sorted(store.rows):
-        for chunk in np.array_split(ids, -(-len(ids) // 256) or 1):
-            yield store.rows[name][chunk].tobytes()
-        _forget(store)
+    for name in sorted(store.files):
+        row = np.empty_like(store.initial[name][0])
+        for client in ids:
+            _read(store.files[name], int(client), row)
+            yield row.tobytes()
 
 
 def load(store: ClientStore, folder: Path, round_index: int) -> None:
@@ -125,19 +143,18 @@ def load(store: ClientStore, folder: Path, round_index: int) -> None:
     path = _path(folder, round_index)
     content = path.read_bytes()
     tail = np.frombuffer(content[-16:], np.int64)
-    widths = {name: store.rows[name].shape[1] for name in sorted(store.rows)}
+    initial = {name: store.initial[name] for name in sorted(store.files)}
     count = int(tail[0]) if len(tail) == 2 else -1
-    row_bytes = sum(w * store.rows[n].dtype.itemsize for n, w in widths.items())
+    row_bytes = sum(row.nbytes for row in initial.values())
     if count < 0 or len(content) != 16 + count * (8 + row_bytes):
         raise OSError(f"{path} is incomplete")
     if zlib.crc32(content[:-16]) != tail[1]:
         raise OSError(f"{path} is damaged: its checksum differs")
     ids = np.frombuffer(content, np.int64, count)
     offset, rows = 8 * count, {}
-    for name, width in widths.items():
-        dtype = store.rows[name].dtype
-        flat = np.frombuffer(content, dtype, count * width, offset)
-        rows[name] = flat.reshape(count, width)
+    for name, row in initial.items():
+        flat = np.frombuffer(content, row.dtype, count * row.size, offset)
+        rows[name] = flat.reshape(count, row.size)
         offset += flat.nbytes
     write_rows(store, ids, rows)
     # Else they would count among the last few when those rounds are run again.
