@@ -120,6 +120,15 @@ def memory_limit(flags: DeviceFlags, mesh: Mesh) -> int | None:
     return None if available is None else available // len(mesh.local_devices)
 
 
+def resident_bytes() -> int | None:
+    """Memory of this process now; None where the system does not say."""
+    try:
+        pages = Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]
+    except OSError:
+        return None
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
 def _available_memory() -> int | None:
     """Bytes of the machine that are free, or of the control group, if that has less."""
     found = []

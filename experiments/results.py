@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
+from experiments import launch
 from experiments.cli import to_flat
 from experiments.driver import Outcome, evaluation_row, mean_rows
 from experiments.flags import DeviceFlags, RunFlags, TrainingFlags
@@ -46,8 +48,32 @@ def print_plan(
         + (f", {len(setup.seeds)} seeds at once" if len(setup.seeds) > 1 else ""),
     )
     _show(console, plan_table(plans))
+    resident = launch.resident_bytes()
+    if jax.default_backend() == "cpu" and resident is not None:
+        needed = resident + process_bytes(plans, setup.schedule.mesh)
+        console.print(
+            f"about {_human(needed)} of this machine's memory in all, with what "
+            "compilation and checkpoints take"
+        )
     for notice in setup.notices:
         console.print(f"note: {notice}")
+
+
+_COMPILATION_BYTES = 700_000_000
+"""Taken by compiling, whatever the model's size, and not given back; measured."""
+
+
+def process_bytes(plans: dict[str, Plan], mesh: Mesh | None) -> int:
+    """The most memory that a run will take on, where its devices are the CPU's.
+
+    A checkpoint holds the state three times beside the devices: fetched, as the
+    library's copy, and compressed.
+    """
+    devices = 1 if mesh is None else len(mesh.local_devices)
+    of_run = (
+        devices * plan.memory_bytes + 3 * plan.state_bytes for plan in plans.values()
+    )
+    return _COMPILATION_BYTES + max(of_run)
 
 
 def plan_table(plans: dict[str, Plan]) -> report.Table:

@@ -10,7 +10,7 @@ ratios of round times at the largest and the smallest number.
 """
 
 import itertools
-import resource
+import math
 import statistics
 import tempfile
 import time
@@ -25,7 +25,7 @@ import tyro
 from experiments import host_kept
 from experiments.bench import timing
 from experiments.flags import DeviceFlags
-from experiments.launch import make_mesh, place, replicate
+from experiments.launch import make_mesh, place, replicate, resident_bytes
 from fedjax_tp import algorithms
 from fedjax_tp.algorithms import Algorithm, Setting
 from fedjax_tp.data.federated import FederatedDataset
@@ -92,7 +92,7 @@ def run(flags: Flags) -> dict[str, Any]:
             growth[name] = _growth(timed, flags.more_rounds)
             print(
                 f"{flags.more_rounds} rounds more of {name}: memory "
-                f"{resident_bytes() / 1e9:.2f} GB, {100 * growth[name]:+.1f}%",
+                f"{100 * growth[name]:+.1f}%",
                 flush=True,
             )
     first, last = str(flags.clients[0]), str(flags.clients[-1])
@@ -140,20 +140,11 @@ def _host_timer(
 
 
 def _growth(timed: Callable[[], float], rounds: int) -> float:
-    """By what share the process's memory grows over so many rounds."""
-    before = resident_bytes()
+    """By what share the process's memory grows over so many rounds (NaN: unknown)."""
+    before = resident_bytes() or math.nan
     for _ in range(rounds):
         timed()
-    return (resident_bytes() - before) / before
-
-
-def resident_bytes() -> int:
-    """Memory of this process now (Linux), or the most it has had (elsewhere)."""
-    status = Path("/proc/self/statm")
-    if status.exists():
-        pages = int(status.read_text(encoding="utf-8").split()[1])
-        return pages * resource.getpagesize()
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return (resident_bytes() or math.nan) / before - 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:

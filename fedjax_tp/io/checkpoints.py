@@ -37,7 +37,7 @@ def _by_path(state: Tree) -> dict[str, Any]:
 
 
 def _checksum(leaf: jax.Array | np.ndarray) -> int:
-    return zlib.crc32(np.ascontiguousarray(leaf).tobytes())
+    return zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
 
 
 def _manager(folder: Path, keep: int) -> ocp.CheckpointManager:

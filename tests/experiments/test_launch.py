@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -163,3 +164,33 @@ def numbers(line: str) -> list[float]:
         return [float(value)] if isinstance(value, int | float) else []
 
     return walk(json.loads(line))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--algorithms fedtp,fedavg --rounds 4 --eval-every 2",
+        "--preset paper --num-clients 20 --rounds 2 --metric-from 1 --eval-every 1 "
+        "--local-epochs 1 --algorithms fedtp",
+    ],
+)
+def test_a_process_takes_the_memory_that_the_plan_says(flags, tmp_path):
+    program = (
+        "from experiments import fedtp, launch; import pathlib, sys; "
+        "launch.start_tuned(); code = fedtp.main(sys.argv[1:]); "
+        "print(pathlib.Path('/proc/self/status').read_text()); sys.exit(code)"
+    )
+    arguments = [*shlex.split(flags), "--dataset", "digits", "--out", str(tmp_path)]
+    of_tests = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")
+    environment = {k: v for k, v in os.environ.items() if k not in of_tests}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    said, unit = re.search(r"about ([\d.]+) (MB|GB) of this", done.stdout).groups()
+    peak = 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", done.stdout).group(1))
+    assert float(said) * {"MB": 1e6, "GB": 1e9}[unit] == pytest.approx(peak, rel=0.25)
