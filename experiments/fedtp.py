@@ -25,7 +25,12 @@ from experiments.flags import (
     TrainingFlags,
 )
 from fedjax_tp import algorithms
-from fedjax_tp.algorithms import ClientOptimizer, HypernetworkOptimizer, Setting
+from fedjax_tp.algorithms import (
+    ClientOptimizer,
+    HypernetworkOptimizer,
+    MethodConfig,
+    Setting,
+)
 from fedjax_tp.hypernetwork import PAPER, HypernetworkConfig
 
 EXPERIMENT = "fedtp"
@@ -48,6 +53,7 @@ class Flags:
     server: HypernetworkOptimizer = field(
         default=HypernetworkOptimizer(), metadata={"prefix": True}
     )
+    method: MethodConfig = field(default=MethodConfig(), metadata={"prefix": True})
     preset: Literal["default", "paper", "paper100"] = "default"
     """Values of all flags not given: paper and paper100 are FedTP's protocol with 50
     and 100 clients on CIFAR-10."""
@@ -112,6 +118,7 @@ def _run_on(mesh: Mesh, flags: Flags, names: Sequence[str], console: Console) ->
         ),
         flags.hypernetwork,
         flags.server,
+        flags.method,
     )
     algorithms.check_setting(setting)
     built = [algorithms.REGISTRY[name](setting) for name in names]

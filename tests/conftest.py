@@ -26,6 +26,10 @@ from fedjax_tp.data.catalog import Dataset
 from fedjax_tp.models import task as tasks
 from fedjax_tp.models.vit import ViT
 
+# One algorithm of each kind: what is sent to clients, what is kept, what is averaged.
+# Tests that hold whatever the algorithm run on these; tests/algorithms has them all.
+KINDS = ("fedtp", "fedtp_vanilla", "fedavg", "local", "scaffold")
+
 CLASS_SIZES_1003 = [101] * 3 + [100] * 7
 
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 import optax
 
+from fedjax_tp.algorithms.apfl import apfl
 from fedjax_tp.algorithms.base import (
     Algorithm,
     ClientOptimizer,
@@ -15,10 +17,18 @@ from fedjax_tp.algorithms.base import (
     partial_personalization,
     sgd,
 )
+from fedjax_tp.algorithms.ditto import ditto
 from fedjax_tp.algorithms.fedavg import fedavg
+from fedjax_tp.algorithms.fedopt import fedadam, fedavgm, fedyogi
+from fedjax_tp.algorithms.fedper import fedper
+from fedjax_tp.algorithms.fedprox import fedprox
+from fedjax_tp.algorithms.fedrep import fedrep
 from fedjax_tp.algorithms.fedtp import fedtp
 from fedjax_tp.algorithms.fedtp_vanilla import fedtp_vanilla
+from fedjax_tp.algorithms.lg_fedavg import lg_fedavg
 from fedjax_tp.algorithms.local import local
+from fedjax_tp.algorithms.pfedme import pfedme
+from fedjax_tp.algorithms.scaffold import scaffold
 from fedjax_tp.hypernetwork import HypernetworkConfig, check_config
 from fedjax_tp.models.task import Task
 from fedjax_tp.types import InputError
@@ -44,6 +54,54 @@ class HypernetworkOptimizer:
     move_unsampled: bool = False
 
 
+@dataclass(frozen=True)
+class MethodConfig:
+    """What single methods add to local training and averaging.
+
+    Attributes:
+      prox_mu: FedProx: strength of the pull to the server's model; 0 is FedAvg.
+      server_lr: FedAvgM and SCAFFOLD: share of the mean change that the server takes.
+      server_momentum: FedAvgM: momentum of the server.
+      adaptive_lr: FedAdam and FedYogi: step size of the server.
+      adaptive_tau: FedAdam and FedYogi: degree of adaptivity.
+      rep_head_share: FedRep: share of a round's steps that train the head alone.
+      ditto_lambda: Ditto: pull of the personal model to the server's; 0 is local.
+      apfl_alpha: APFL: share of the personal model at first.
+      apfl_adaptive: APFL: clients learn their shares.
+      pfedme_lambda: pFedMe: pull of the personal model to the client's global one.
+      pfedme_steps: pFedMe: steps of the personal model on a batch.
+      pfedme_beta: pFedMe: share of the mean that the server takes.
+    """
+
+    prox_mu: float = 0.01
+    server_lr: float = 1.0
+    server_momentum: float = 0.9
+    adaptive_lr: float = 0.01
+    adaptive_tau: float = 1e-3
+    rep_head_share: float = 0.5
+    ditto_lambda: float = 0.1
+    apfl_alpha: float = 0.5
+    apfl_adaptive: bool = True
+    pfedme_lambda: float = 15.0
+    pfedme_steps: int = 5
+    pfedme_beta: float = 1.0
+
+
+_ALLOWED: dict[str, tuple[Callable[[float], bool], str]] = {
+    "prox_mu": (lambda x: 0 <= x < inf, "0 or more"),
+    "server_lr": (lambda x: 0 < x < inf, "above 0"),
+    "server_momentum": (lambda x: 0 <= x < 1, "0 <= momentum < 1"),
+    "adaptive_lr": (lambda x: 0 < x < inf, "above 0"),
+    "adaptive_tau": (lambda x: 0 < x < inf, "above 0"),
+    "rep_head_share": (lambda x: 0 <= x <= 1, "0 to 1"),
+    "ditto_lambda": (lambda x: 0 <= x < inf, "0 or more"),
+    "apfl_alpha": (lambda x: 0 <= x <= 1, "0 to 1"),
+    "pfedme_lambda": (lambda x: 0 < x < inf, "above 0"),
+    "pfedme_steps": (lambda x: x >= 1, "1 or more"),
+    "pfedme_beta": (lambda x: 0 < x < inf, "above 0"),
+}
+
+
 class Setting(NamedTuple):
     """All that the registered builders may use."""
 
@@ -52,10 +110,17 @@ class Setting(NamedTuple):
     client: ClientOptimizer = ClientOptimizer()
     hypernetwork: HypernetworkConfig = HypernetworkConfig()
     hypernetwork_optimizer: HypernetworkOptimizer = HypernetworkOptimizer()
+    method: MethodConfig = MethodConfig()
 
 
 def check_setting(setting: Setting) -> None:
     """Raises InputError for a value that some registered algorithm would refuse."""
+    for name, (is_allowed, allowed) in _ALLOWED.items():
+        value = getattr(setting.method, name)
+        if not is_allowed(value):
+            raise InputError(
+                f"{name.replace('_', ' ')} is {value}; allowed is {allowed}"
+            )
     client, server = setting.client, setting.hypernetwork_optimizer
     sgd(client.lr, client.momentum, client.weight_decay)
     for lr in (server.lr, server.embedding_lr):
@@ -87,6 +152,33 @@ REGISTRY: dict[str, Callable[[Setting], Algorithm]] = {
     "fedtp_vanilla": lambda s: fedtp_vanilla(s.task, s.client),
     "fedavg": lambda s: fedavg(s.task, s.client),
     "local": lambda s: local(s.task, s.client),
+    "fedprox": lambda s: fedprox(s.task, s.client, mu=s.method.prox_mu),
+    "fedavgm": lambda s: fedavgm(
+        s.task, s.client, lr=s.method.server_lr, momentum=s.method.server_momentum
+    ),
+    "fedadam": lambda s: fedadam(
+        s.task, s.client, lr=s.method.adaptive_lr, tau=s.method.adaptive_tau
+    ),
+    "fedyogi": lambda s: fedyogi(
+        s.task, s.client, lr=s.method.adaptive_lr, tau=s.method.adaptive_tau
+    ),
+    "scaffold": lambda s: scaffold(
+        s.task, s.num_clients, s.client, server_lr=s.method.server_lr
+    ),
+    "fedper": lambda s: fedper(s.task, s.client),
+    "fedrep": lambda s: fedrep(s.task, s.client, head_share=s.method.rep_head_share),
+    "lg_fedavg": lambda s: lg_fedavg(s.task, s.client),
+    "ditto": lambda s: ditto(s.task, s.client, strength=s.method.ditto_lambda),
+    "apfl": lambda s: apfl(
+        s.task, s.client, alpha=s.method.apfl_alpha, adaptive=s.method.apfl_adaptive
+    ),
+    "pfedme": lambda s: pfedme(
+        s.task,
+        s.client,
+        strength=s.method.pfedme_lambda,
+        inner_steps=s.method.pfedme_steps,
+        beta=s.method.pfedme_beta,
+    ),
 }
 """Builders by name."""
 
@@ -115,15 +207,27 @@ __all__ = [
     "ClientOptimizer",
     "HypernetworkOptimizer",
     "Message",
+    "MethodConfig",
     "Setting",
     "Update",
+    "apfl",
     "check_setting",
     "client_update",
+    "ditto",
+    "fedadam",
     "fedavg",
+    "fedavgm",
+    "fedper",
+    "fedprox",
+    "fedrep",
     "fedtp",
     "fedtp_vanilla",
+    "fedyogi",
+    "lg_fedavg",
     "local",
     "partial_personalization",
+    "pfedme",
     "resolve",
+    "scaffold",
     "sgd",
 ]

@@ -128,41 +128,101 @@ def sgd(
 
 
 class LocalCarry(NamedTuple):
-    """A client in the middle of its local training."""
+    """A client in the middle of its local training.
+
+    `reference` is what its method holds on to during the round: the parameters it
+    began with, say, or a control variate.
+    """
 
     params: Params
     opt_state: optax.OptState
     key: PRNGKey
     loss_sum: Float[Array, ""]
     examples: Float[Array, ""]
+    reference: Tree = None
+
+
+Correction = Callable[[Params, Tree], Params]
+"""`(params, reference) -> what is added to the gradient of the loss`."""
 
 
 def start_training(
-    params: Params, optimizer: optax.GradientTransformation, key: PRNGKey
+    params: Params,
+    optimizer: optax.GradientTransformation,
+    key: PRNGKey,
+    reference: Tree = None,
 ) -> LocalCarry:
     """Local training of `params` with a fresh optimizer."""
     zero = jnp.zeros(())
-    return LocalCarry(params, optimizer.init(params), key, zero, zero)
+    return LocalCarry(params, optimizer.init(params), key, zero, zero, reference)
+
+
+def loss_and_gradient(
+    task: Task, carry: LocalCarry, batch: Batch, progress: Progress
+) -> tuple[Float[Array, ""], Params]:
+    """Mean loss of a minibatch and its gradient, dropout drawn for this step."""
+    key = jax.random.fold_in(carry.key, progress.step)
+    return jax.value_and_grad(task.loss)(carry.params, batch, key)
+
+
+def take_step(
+    optimizer: optax.GradientTransformation,
+    carry: LocalCarry,
+    batch: Batch,
+    loss: Float[Array, ""],
+    gradient: Params,
+) -> LocalCarry:
+    """The carry after an optimizer step with this gradient."""
+    updates, opt_state = optimizer.update(gradient, carry.opt_state, carry.params)
+    examples = jnp.sum(batch.mask)
+    return carry._replace(
+        params=optax.apply_updates(carry.params, updates),
+        opt_state=opt_state,
+        loss_sum=carry.loss_sum + loss * examples,
+        examples=carry.examples + examples,
+    )
 
 
 def training_step(
-    task: Task, optimizer: optax.GradientTransformation
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    correction: Correction | None = None,
 ) -> Callable[[LocalCarry, Batch, Progress], LocalCarry]:
-    """One optimizer step on the mean loss of a minibatch, all parameters moving."""
+    """One optimizer step on the mean loss of a minibatch, all parameters moving.
+
+    Args:
+      task: gives the loss.
+      optimizer: of the client.
+      correction: added to the gradient, given parameters and the carry's reference.
+    """
 
     def step(carry: LocalCarry, batch: Batch, progress: Progress) -> LocalCarry:
-        key = jax.random.fold_in(carry.key, progress.step)
-        loss, grads = jax.value_and_grad(task.loss)(carry.params, batch, key)
-        updates, opt_state = optimizer.update(grads, carry.opt_state, carry.params)
-        examples = jnp.sum(batch.mask)
-        return carry._replace(
-            params=optax.apply_updates(carry.params, updates),
-            opt_state=opt_state,
-            loss_sum=carry.loss_sum + loss * examples,
-            examples=carry.examples + examples,
-        )
+        loss, gradient = loss_and_gradient(task, carry, batch, progress)
+        if correction is not None:
+            added = correction(carry.params, carry.reference)
+            gradient = jax.tree.map(jnp.add, gradient, added)
+        return take_step(optimizer, carry, batch, loss, gradient)
 
     return step
+
+
+def proximal(strength: float) -> Correction:
+    """The gradient of strength / 2 * |params - reference|^2."""
+    return lambda params, reference: jax.tree.map(
+        lambda w, r: strength * (w - r), params, reference
+    )
+
+
+def is_head(path: str) -> bool:
+    """Is the parameter at `path` one of the last layer, which models call `head`?"""
+    return path.startswith("head/")
+
+
+def check_names_some(task: Task, predicate: tree.PathPredicate, what: str) -> None:
+    """Raises InputError if the model has no parameter that the predicate names."""
+    named, _ = tree.split(jax.eval_shape(task.init, jax.random.key(0)), predicate)
+    if not jax.tree.leaves(named):
+        raise InputError(what)
 
 
 def training_metrics(carry: LocalCarry) -> dict[str, Float[Array, ""]]:
@@ -176,10 +236,21 @@ class PartialState(NamedTuple):
     Attributes:
       shared: the averaged parameters.
       initial_kept: what a client starts from that never took part.
+      opt_state: of the server's optimizer, if it has one.
     """
 
     shared: Params
     initial_kept: Params
+    opt_state: optax.OptState = ()
+
+
+def two_models(task: Task, key: PRNGKey) -> PartialState:
+    """One model as the server's and as what each client keeps at first.
+
+    In buffers of their own: a state that is donated must not hold one of them twice.
+    """
+    params = task.init(key)
+    return PartialState(params, jax.tree.map(jnp.copy, params))
 
 
 def partial_personalization(
@@ -187,23 +258,37 @@ def partial_personalization(
     task: Task,
     optimizer: ClientOptimizer,
     is_kept: tree.PathPredicate,
+    *,
+    correction: Correction | None = None,
+    server_optimizer: optax.GradientTransformation | None = None,
 ) -> Algorithm:
     """Clients train everything, keep the leaves `is_kept` names, average the rest.
 
-    FedAvg keeps nothing, local training everything; vanilla FedTP, FedPer and FedBN
-    lie between. All clients start from the same initial parameters.
+    FedAvg keeps nothing, local training everything; vanilla FedTP and FedPer lie
+    between. All clients start from the same initial parameters.
+
+    Args:
+      name: of the algorithm.
+      task: model and loss.
+      optimizer: local training.
+      is_kept: names by path what clients keep.
+      correction: see `training_step`; its reference is what the client began with.
+      server_optimizer: steps the shared parameters along (before - mean), the
+        pseudo-gradient of Reddi et al. 2021; None adopts the mean.
     """
     sgd_step = sgd(optimizer.lr, optimizer.momentum, optimizer.weight_decay)
 
     def init(key: PRNGKey) -> PartialState:
         kept, shared = tree.split(task.init(key), is_kept)
-        return PartialState(shared, kept)
+        opt_state = server_optimizer.init(shared) if server_optimizer else ()
+        return PartialState(shared, kept, opt_state)
 
     def broadcast(state: PartialState, ids: Array) -> Message:
         return Message(state.shared, None)
 
     def client_start(message: Message, kept: Tree, key: PRNGKey) -> LocalCarry:
-        return start_training(tree.merge(message.shared, kept), sgd_step, key)
+        params = tree.merge(message.shared, kept)
+        return start_training(params, sgd_step, key, params if correction else None)
 
     def client_finish(message: Message, carry: LocalCarry) -> Update:
         kept, shared = tree.split(carry.params, is_kept)
@@ -212,7 +297,14 @@ def partial_personalization(
     def server_update(
         state: PartialState, ids: Array, update: Update, weights: Array
     ) -> PartialState:
-        return state._replace(shared=update.mean)
+        if server_optimizer is None:
+            return state._replace(shared=update.mean)
+        gradient = jax.tree.map(jnp.subtract, state.shared, update.mean)
+        updates, opt_state = server_optimizer.update(
+            gradient, state.opt_state, state.shared
+        )
+        shared = optax.apply_updates(state.shared, updates)
+        return state._replace(shared=shared, opt_state=opt_state)
 
     return Algorithm(
         name=name,
@@ -220,7 +312,7 @@ def partial_personalization(
         init_kept=lambda state: state.initial_kept,
         broadcast=broadcast,
         client_start=client_start,
-        client_step=training_step(task, sgd_step),
+        client_step=training_step(task, sgd_step, correction),
         client_finish=client_finish,
         server_update=server_update,
         client_params=lambda message, kept: tree.merge(message.shared, kept),

@@ -197,14 +197,23 @@ def test_what_each_algorithm_sends_and_keeps(small_task):
         name: tree.num_elements(part)
         for name, part in (("all", params), ("personal", personal), ("shared", shared))
     }
+    whole, head = sizes["all"], tree.num_elements(params["head"])
     expected = {
         "fedtp": (sizes["shared"], sizes["personal"], 0),
         "fedtp_vanilla": (sizes["shared"], 0, sizes["personal"]),
-        "fedavg": (sizes["all"], 0, 0),
-        "local": (0, 0, sizes["all"]),
+        "local": (0, 0, whole),
+        "scaffold": (2 * whole, 0, whole),
+        "fedper": (whole - head, 0, head),
+        "fedrep": (whole - head, 0, head),
+        "lg_fedavg": (head, 0, whole - head),
+        "ditto": (whole, 0, whole),
+        "apfl": (whole, 0, whole + 1),
+        "pfedme": (whole, 0, whole),
     }
-    for name, build in REGISTRY.items():
-        algorithm = build(Setting(small_task, 4))
+    averaged = ("fedavg", "fedprox", "fedavgm", "fedadam", "fedyogi")
+    expected |= dict.fromkeys(averaged, (whole, 0, 0))
+    for name in expected:
+        algorithm = REGISTRY[name](Setting(small_task, 4))
         state = algorithm.init(KEY)
         message = algorithm.broadcast(state, jnp.array([2]))
         found = (message.shared, message.personal, algorithm.init_kept(state))
@@ -225,6 +234,12 @@ def test_all_algorithms_start_from_the_same_shared_parameters(small_task):
         assert all(map(np.array_equal, *map(jax.tree.leaves, (shared, expected))))
 
 
+@pytest.mark.parametrize("name", ["fedper", "fedrep", "lg_fedavg"])
+def test_a_model_without_a_head_is_refused(name):
+    with pytest.raises(InputError, match=f"{name} needs a model whose last layer"):
+        REGISTRY[name](Setting(quadratic_task((1.0,), (0.0,)), 2))
+
+
 def test_fedtp_without_attention_is_refused():
     task = classification(LeNet(10), (8, 8, 1))
     with pytest.raises(InputError, match="attention projections"):
@@ -243,9 +258,6 @@ def test_unknown_algorithms_are_refused(names, said):
 def test_algorithms_are_named_one_by_one_or_all():
     assert algorithms.resolve("local, fedtp") == ("local", "fedtp")
     assert algorithms.resolve("all") == tuple(REGISTRY)
-    for name, build in REGISTRY.items():
-        if name != "fedtp":
-            assert build(Setting(quadratic_task((1.0,), (0.0,)), 2)).name == name
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ from fedjax_tp.simulation.cohort import LocalSchedule
 from fedjax_tp.simulation.evaluation import accuracies, make_evaluate, summarize
 from fedjax_tp.simulation.rounds import init_state, make_advance
 from fedjax_tp.types import Batch
-from tests.conftest import federate_sizes
+from tests.conftest import KINDS, federate_sizes
 
 KEY = jax.random.key(1)
 
 
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("chunk_size", [2, 4])
 def test_every_client_is_measured_with_its_own_parameters(small_task, name, chunk_size):
     sizes = [7, 0, 300]
