@@ -93,18 +93,13 @@ def test_the_pytorch_reference_has_the_same_model():
 
 
 def clock_of_rounds(monkeypatch, seconds_of_steps):
-    """Runs each round, and says that it took what a function of its steps says."""
-    real = timing.round_timer
+    """Runs no round, and says that it took what a function of its steps says."""
 
     def round_timer(algorithm, data, cohort, schedule, **rest):
-        run = real(algorithm, data, cohort, schedule, **rest)
+        assert cohort == data.num_clients
+        assert schedule.capacity == np.max(data.size)
         steps = -(-np.asarray(data.size) // schedule.batch_size)
-
-        def timed():
-            assert run() > 0
-            return seconds_of_steps(steps)
-
-        return timed
+        return lambda: seconds_of_steps(steps)
 
     monkeypatch.setattr(timing, "round_timer", round_timer)
 

@@ -153,11 +153,12 @@ def test_the_partition_of_a_run_can_be_used_again(finished, tmp_path):
     assert rows(tmp_path / "a") == own
 
 
-def test_a_run_that_is_killed_goes_on_to_the_same_bits(finished, tmp_path):
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_run_that_is_killed_goes_on_to_the_same_bits(finished, tmp_path, kills):
     out = tmp_path / "killed"
     seconds = random.Random(0)
     command = [sys.executable, "-m", "experiments.fedtp"]
-    for _ in range(4):
+    for _ in range(kills):
         process = subprocess.Popen(
             [*command, "--out", str(out), "--resume", *TINY],
             cwd=ROOT,
