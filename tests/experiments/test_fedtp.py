@@ -330,6 +330,7 @@ BAD_FLAGS = [
     ("--batch-size 0", "batch size is 0"),
     ("--eval-every 0", "eval every is 0"),
     ("--client-lr 0", "learning rate is 0.0"),
+    ("--method.prox-mu -1", "prox mu is -1.0"),
     ("--client-momentum 1", "momentum is 1.0"),
     ("--dropout 1", "dropout is 1.0"),
     ("--depth 0", "depth is 0"),
