@@ -60,8 +60,10 @@ class MethodConfig:
 
     Attributes:
       prox_mu: FedProx: strength of the pull to the server's model; 0 is FedAvg.
-      server_lr: FedAvgM and SCAFFOLD: share of the mean change that the server takes.
-      server_momentum: FedAvgM: momentum of the server.
+      avgm_lr: FedAvgM: step size of the server; with 1 less the momentum, the server
+        moves as far as FedAvg's in the long run.
+      avgm_momentum: FedAvgM: momentum of the server.
+      scaffold_lr: SCAFFOLD: share of the mean change that the server takes.
       adaptive_lr: FedAdam and FedYogi: step size of the server.
       adaptive_tau: FedAdam and FedYogi: degree of adaptivity.
       rep_head_share: FedRep: share of a round's steps that train the head alone.
@@ -74,8 +76,9 @@ class MethodConfig:
     """
 
     prox_mu: float = 0.01
-    server_lr: float = 1.0
-    server_momentum: float = 0.9
+    avgm_lr: float = 0.1
+    avgm_momentum: float = 0.9
+    scaffold_lr: float = 1.0
     adaptive_lr: float = 0.01
     adaptive_tau: float = 1e-3
     rep_head_share: float = 0.5
@@ -89,8 +92,9 @@ class MethodConfig:
 
 _ALLOWED: dict[str, tuple[Callable[[float], bool], str]] = {
     "prox_mu": (lambda x: 0 <= x < inf, "0 or more"),
-    "server_lr": (lambda x: 0 < x < inf, "above 0"),
-    "server_momentum": (lambda x: 0 <= x < 1, "0 <= momentum < 1"),
+    "avgm_lr": (lambda x: 0 < x < inf, "above 0"),
+    "avgm_momentum": (lambda x: 0 <= x < 1, "0 <= momentum < 1"),
+    "scaffold_lr": (lambda x: 0 < x < inf, "above 0"),
     "adaptive_lr": (lambda x: 0 < x < inf, "above 0"),
     "adaptive_tau": (lambda x: 0 < x < inf, "above 0"),
     "rep_head_share": (lambda x: 0 <= x <= 1, "0 to 1"),
@@ -154,7 +158,7 @@ REGISTRY: dict[str, Callable[[Setting], Algorithm]] = {
     "local": lambda s: local(s.task, s.client),
     "fedprox": lambda s: fedprox(s.task, s.client, mu=s.method.prox_mu),
     "fedavgm": lambda s: fedavgm(
-        s.task, s.client, lr=s.method.server_lr, momentum=s.method.server_momentum
+        s.task, s.client, lr=s.method.avgm_lr, momentum=s.method.avgm_momentum
     ),
     "fedadam": lambda s: fedadam(
         s.task, s.client, lr=s.method.adaptive_lr, tau=s.method.adaptive_tau
@@ -163,7 +167,7 @@ REGISTRY: dict[str, Callable[[Setting], Algorithm]] = {
         s.task, s.client, lr=s.method.adaptive_lr, tau=s.method.adaptive_tau
     ),
     "scaffold": lambda s: scaffold(
-        s.task, s.num_clients, s.client, server_lr=s.method.server_lr
+        s.task, s.num_clients, s.client, server_lr=s.method.scaffold_lr
     ),
     "fedper": lambda s: fedper(s.task, s.client),
     "fedrep": lambda s: fedrep(s.task, s.client, head_share=s.method.rep_head_share),

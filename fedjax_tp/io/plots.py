@@ -16,7 +16,10 @@ from matplotlib.ticker import MaxNLocator
 
 # Okabe and Ito's palette: told apart by the colour-blind, and in grey.
 COLORS = ("#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#000000")
+# A second and third use of the colours: other lines, other marks, also at the labels.
+_STYLES = (("-", "o", ""), ("--", "s", "■ "), ("-.", "^", "▲ "))
 _MOST_CLIENTS_DRAWN = 100
+_PANELS_A_ROW = 5
 
 
 def _save(figure: Figure, path: Path) -> None:
@@ -40,19 +43,21 @@ def accuracy_over_rounds(
     Args:
       path: of the PNG.
       curves: for each algorithm: rounds, pooled accuracy, accuracy of the worst tenth
-        of the clients (drawn dotted).
+        of the clients (drawn dotted, where there are as many colours as algorithms).
       title: above the plot.
     """
     figure, axes = plt.subplots(figsize=(8, 4.5))
     ends = []
-    for color, (name, (rounds, pooled, worst)) in zip(
-        COLORS * len(curves), curves.items(), strict=False
-    ):
+    with_worst = len(curves) <= len(COLORS)
+    for number, (name, (rounds, pooled, worst)) in enumerate(curves.items()):
+        color = COLORS[number % len(COLORS)]
+        line, mark, sign = _STYLES[number // len(COLORS) % len(_STYLES)]
         percent = 100 * np.asarray(pooled)
-        marker = "o" if len(percent) < 30 else None
-        axes.plot(rounds, percent, color=color, lw=2, marker=marker, ms=3)
-        axes.plot(rounds, 100 * np.asarray(worst), color=color, lw=1, ls=":")
-        ends.append((percent[-1], name, color))
+        marker = mark if len(percent) < 30 else None
+        axes.plot(rounds, percent, color=color, lw=2, ls=line, marker=marker, ms=3.5)
+        if with_worst:
+            axes.plot(rounds, 100 * np.asarray(worst), color=color, lw=1, ls=":")
+        ends.append((percent[-1], sign + name, color))
     for place, (value, name, color) in zip(
         _spread([value for value, *_ in sorted(ends)], gap=4.5),
         sorted(ends),
@@ -70,7 +75,9 @@ def accuracy_over_rounds(
     axes.text(
         0.0,
         -0.2,
-        "solid: all test examples pooled    dotted: worst tenth of the clients",
+        "solid: all test examples pooled    dotted: worst tenth of the clients"
+        if with_worst
+        else "all test examples pooled",
         transform=axes.transAxes,
         fontsize=8,
         color="0.35",
@@ -95,15 +102,20 @@ def client_accuracies(
     path: Path, accuracies: Mapping[str, Float[np.ndarray, " clients"]]
 ) -> None:
     """Accuracy of every client, sorted from worst to best, one panel an algorithm."""
+    columns = min(len(accuracies), _PANELS_A_ROW)
+    lines = -(-len(accuracies) // columns)
     figure, panels = plt.subplots(
-        1,
-        len(accuracies),
-        figsize=(2.6 * len(accuracies) + 1, 3.2),
+        lines,
+        columns,
+        figsize=(2.6 * columns + 1, 3.2 * lines),
         sharey=True,
         squeeze=False,
+        layout="constrained",
     )
+    for unused in panels.flat[len(accuracies) :]:
+        unused.set_visible(False)
     for color, axes, (name, values) in zip(
-        COLORS * len(accuracies), panels[0], accuracies.items(), strict=False
+        COLORS * len(accuracies), panels.flat, accuracies.items(), strict=False
     ):
         shown = 100 * np.sort(values[~np.isnan(values)])
         axes.bar(np.arange(len(shown)), shown, color=color, width=0.85)

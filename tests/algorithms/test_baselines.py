@@ -235,7 +235,7 @@ def test_pfedme_moves_to_the_proximal_point():
     [
         ({"prox_mu": -1.0}, "prox mu is -1.0; allowed is 0 or more"),
         ({"prox_mu": float("nan")}, "prox mu is nan"),
-        ({"server_momentum": 1.0}, "server momentum is 1.0"),
+        ({"avgm_momentum": 1.0}, "avgm momentum is 1.0"),
         ({"rep_head_share": 1.5}, "rep head share is 1.5; allowed is 0 to 1"),
         ({"apfl_alpha": -0.1}, "apfl alpha is -0.1"),
         ({"pfedme_steps": 0}, "pfedme steps is 0; allowed is 1 or more"),

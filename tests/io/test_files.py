@@ -155,3 +155,20 @@ def test_cifar10_is_read_by_name_with_the_papers_constants(tmp_path):
     assert np.array_equal(read.x_train, images)
     np.testing.assert_allclose(read.mean / 255, [0.4914, 0.4822, 0.4465], rtol=1e-6)
     np.testing.assert_allclose(read.std / 255, [0.2023, 0.1994, 0.2010], rtol=1e-6)
+
+
+def test_more_algorithms_than_colours_are_told_apart(monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: drawn.append(figure))
+    names = [f"method_{i}" for i in range(15)]
+    curve = ([1, 2], [0.1, 0.5], [0.0, 0.2])
+    plots.accuracy_over_rounds(
+        tmp_path / "a.png", dict.fromkeys(names, curve), "digits"
+    )
+    lines = drawn[0].axes[0].lines
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 15
+    plots.client_accuracies(
+        tmp_path / "b.png", {name: np.array([0.2, 0.9]) for name in names[:7]}
+    )
+    shown = [axes.get_title().split("\n")[0] for axes in drawn[1].axes if axes.lines]
+    assert shown == names[:7]
