@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
@@ -15,6 +14,7 @@ from experiments.cli import to_flat
 from experiments.driver import Outcome, evaluation_row, mean_rows
 from experiments.flags import DeviceFlags, RunFlags, TrainingFlags
 from experiments.setup import Setup, command_line
+from fedjax_tp import tree
 from fedjax_tp.algorithms import Algorithm
 from fedjax_tp.data import partition
 from fedjax_tp.io import client_store, folder, metrics, plots, report
@@ -50,7 +50,7 @@ def print_plan(
     _show(console, plan_table(plans))
     resident = launch.resident_bytes()
     if jax.default_backend() == "cpu" and resident is not None:
-        needed = resident + process_bytes(plans, setup.schedule.mesh)
+        needed = resident + process_bytes(setup, plans)
         console.print(
             f"about {_human(needed)} of this machine's memory in all, with what "
             "compilation and checkpoints take"
@@ -63,17 +63,22 @@ _COMPILATION_BYTES = 700_000_000
 """Taken by compiling, whatever the model's size, and not given back; measured."""
 
 
-def process_bytes(plans: dict[str, Plan], mesh: Mesh | None) -> int:
+def process_bytes(setup: Setup, plans: dict[str, Plan]) -> int:
     """The most memory that a run will take on, where its devices are the CPU's.
 
     A checkpoint holds the state three times beside the devices: fetched, as the
-    library's copy, and compressed.
+    library's copy, and compressed. Rows on the host are saved one by one. The data is
+    there already.
     """
+    mesh = setup.schedule.mesh
     devices = 1 if mesh is None else len(mesh.local_devices)
-    of_run = (
-        devices * plan.memory_bytes + 3 * plan.state_bytes for plan in plans.values()
-    )
-    return _COMPILATION_BYTES + max(of_run)
+
+    def of_run(plan: Plan) -> int:
+        saved = plan.state_bytes - (plan.kept_bytes if setup.kept_on_host else 0)
+        on_device = plan.memory_bytes - tree.num_bytes(setup.train)
+        return devices * on_device + 3 * saved
+
+    return _COMPILATION_BYTES + max(map(of_run, plans.values()))
 
 
 def plan_table(plans: dict[str, Plan]) -> report.Table:

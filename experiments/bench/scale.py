@@ -10,7 +10,6 @@ ratios of round times at the largest and the smallest number.
 """
 
 import itertools
-import math
 import statistics
 import tempfile
 import time
@@ -89,10 +88,13 @@ def run(flags: Flags) -> dict[str, Any]:
         growth = {}
         for name in times:
             timed = timers[name, flags.clients[-1]]
-            growth[name] = _growth(timed, flags.more_rounds)
+            share = _growth(timed, flags.more_rounds)
+            if share is None:
+                continue
+            growth[name] = share
             print(
                 f"{flags.more_rounds} rounds more of {name}: memory "
-                f"{100 * growth[name]:+.1f}%",
+                f"{100 * share:+.1f}%",
                 flush=True,
             )
     first, last = str(flags.clients[0]), str(flags.clients[-1])
@@ -139,12 +141,13 @@ def _host_timer(
     return timed
 
 
-def _growth(timed: Callable[[], float], rounds: int) -> float:
-    """By what share the process's memory grows over so many rounds (NaN: unknown)."""
-    before = resident_bytes() or math.nan
+def _growth(timed: Callable[[], float], rounds: int) -> float | None:
+    """By what share the process's memory grows over so many rounds; None: unknown."""
+    before = resident_bytes()
     for _ in range(rounds):
         timed()
-    return (resident_bytes() or math.nan) / before - 1
+    after = resident_bytes()
+    return None if before is None or after is None else after / before - 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -33,7 +33,8 @@ def fedrep(task: Task, optimizer: ClientOptimizer, *, head_share: float) -> Algo
     Args:
       task: model and loss.
       optimizer: of both phases.
-      head_share: share of the steps of a round that train the head, rounded up.
+      head_share: share of the steps of a round that train the head, rounded up; below
+        1, one step at least is left for the representation.
 
     Raises:
       InputError: the model has no layer `head`.
@@ -47,7 +48,10 @@ def fedrep(task: Task, optimizer: ClientOptimizer, *, head_share: float) -> Algo
         return start_training(tree.merge(message.shared, kept), in_turns, key)
 
     def client_step(carry: LocalCarry, batch: Batch, progress: Progress) -> LocalCarry:
-        is_head_phase = progress.step < jnp.ceil(head_share * progress.num_steps)
+        head_steps = jnp.ceil(head_share * progress.num_steps)
+        if head_share < 1:
+            head_steps = jnp.minimum(head_steps, progress.num_steps - 1)
+        is_head_phase = progress.step < head_steps
         moved = move_all(carry, batch, progress)
         old, new = (
             dict(cast(optax.PartitionState, c.opt_state).inner_states)

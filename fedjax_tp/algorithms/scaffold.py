@@ -2,7 +2,8 @@
 
 Algorithm 1, option II, with two deviations. A client's new control is the mean of its
 gradients along the round: under plain SGD that is c_i - c + (x - y) / (K lr), and with
-momentum it stays a gradient. Means are weighted by n_k, as in FedAvg.
+momentum it stays a gradient. Parameters are averaged with weights n_k, as in FedAvg;
+controls without, as in the paper, so that c stays the mean of all clients' controls.
 """
 
 from typing import NamedTuple
@@ -32,6 +33,15 @@ class ScaffoldState(NamedTuple):
 
     shared: Params
     control: Params
+
+
+class ScaffoldMean(NamedTuple):
+    """What is averaged with weights n_k: y, and the change of c_i and 1, both over the
+    examples seen. The last two give the change's plain mean: the weights cancel."""
+
+    params: Params
+    change: Params
+    one: Float[Array, ""]
 
 
 class ScaffoldCarry(NamedTuple):
@@ -84,18 +94,20 @@ def scaffold(
         control = jax.tree.map(
             lambda total: total / jnp.maximum(carry.steps, 1), carry.gradients
         )
-        change = jax.tree.map(jnp.subtract, control, old)
-        mean = ScaffoldState(carry.local.params, change)
+        seen = jnp.maximum(carry.local.examples, 1)
+        change = jax.tree.map(lambda c, c_i: (c - c_i) / seen, control, old)
+        mean = ScaffoldMean(carry.local.params, change, 1 / seen)
         return Update(mean, None, control, training_metrics(carry.local))
 
     def server_update(
         state: ScaffoldState, ids: Array, update: Update, weights: Array
     ) -> ScaffoldState:
-        share = jnp.sum(weights > 0) / num_clients
+        mean: ScaffoldMean = update.mean
+        share = jnp.sum(weights > 0) / num_clients / mean.one
         return ScaffoldState(
-            optax.incremental_update(update.mean.shared, state.shared, server_lr),
+            optax.incremental_update(mean.params, state.shared, server_lr),
             jax.tree.map(
-                lambda c, change: c + share * change, state.control, update.mean.control
+                lambda c, change: c + share * change, state.control, mean.change
             ),
         )
 

@@ -25,6 +25,7 @@ CURVATURES, CENTRES = (1.0, 3.0), (0.0, 1.0)
 LR = 0.1
 SGD = ClientOptimizer(LR, 0.0, 0.0)
 CLIENTS = tuple(zip(CURVATURES, CENTRES, strict=True))
+TASK3 = quadratic_task((1.0, 3.0, 2.0), (0.0, 1.0, -1.0), start=2.0)
 TASK = quadratic_task(CURVATURES, CENTRES, start=2.0)
 
 
@@ -119,7 +120,7 @@ def test_scaffold_begins_as_fedavg_and_keeps_what_option_two_says():
     method = algorithms.scaffold(TASK, 4, SGD, server_lr=0.5)
     first = train(method, 1, 3)
     w = descend(3.0, 1.0, 2.0, 3)
-    np.testing.assert_allclose(first.mean.shared["w"], w, rtol=1e-6)
+    np.testing.assert_allclose(first.mean.params["w"], w, rtol=1e-6)
     np.testing.assert_allclose(first.kept["w"], (2.0 - w) / (3 * LR), rtol=1e-5)
     state = method.init(KEY)
     state = method.server_update(
@@ -133,10 +134,42 @@ def test_scaffold_begins_as_fedavg_and_keeps_what_option_two_says():
     y = x
     for _ in range(2):
         y -= LR * (3 * (y - 1) - c_i + c)
-    np.testing.assert_allclose(second.mean.shared["w"], y, rtol=1e-5)
+    np.testing.assert_allclose(second.mean.params["w"], y, rtol=1e-5)
     np.testing.assert_allclose(
         second.kept["w"], c_i - c + (x - y) / (2 * LR), rtol=1e-4
     )
+
+
+def test_scaffolds_control_is_the_mean_of_the_clients_controls():
+    # Whoever is sampled, and however unequal: a client's examples are its steps.
+    method = algorithms.scaffold(TASK3, 3, SGD, server_lr=1.0)
+    sizes = np.array([1, 3, 5])
+    step = [
+        jax.jit(lambda state, kept, k=k: train(method, k, sizes[k], state, kept))
+        for k in range(3)
+    ]
+
+    def weighted(weights, updates):
+        return jax.tree.map(
+            lambda *m: jnp.stack(m) @ weights, *(update.mean for update in updates)
+        )
+
+    state = method.init(KEY)
+    kept = [method.init_kept(state)] * 3
+    for sampled in ([0, 1], [1, 2], [0, 2], [2, 1], [0, 1]):
+        updates = [step[k](state, kept[k]) for k in sampled]
+        weights = jnp.asarray(sizes[sampled] / sizes[sampled].sum(), jnp.float32)
+        # The third of the cohort was left out: an id past the end, weight 0.
+        state = method.server_update(
+            state,
+            jnp.array([*sampled, 3]),
+            Update(weighted(weights, updates), None, None, {}),
+            jnp.append(weights, 0.0),
+        )
+        for k, update in zip(sampled, updates, strict=True):
+            kept[k] = update.kept
+        expected = np.mean([c["w"] for c in kept])
+        np.testing.assert_allclose(state.control["w"], expected, rtol=1e-4)
 
 
 def two_part_task():
@@ -151,13 +184,16 @@ def two_part_task():
     return TASK._replace(init=init, loss=loss)
 
 
-@pytest.mark.parametrize(("share", "head_steps"), [(0.0, 0), (0.5, 2), (1.0, 3)])
-def test_fedrep_trains_the_head_and_then_the_body(share, head_steps):
+@pytest.mark.parametrize(
+    ("share", "steps", "head_steps"),
+    [(0.0, 3, 0), (0.5, 3, 2), (1.0, 3, 3), (0.5, 1, 0), (0.9, 3, 2)],
+)
+def test_fedrep_trains_the_head_and_then_the_body(share, steps, head_steps):
     optimizer = ClientOptimizer(LR, 0.9, 0.01)
     method = algorithms.fedrep(two_part_task(), optimizer, head_share=share)
-    found = train(method, 0, 3)
+    found = train(method, 0, steps)
     values, velocities = [0.0, 0.5], [0.0, 0.0]
-    for step in range(3):
+    for step in range(steps):
         part = 0 if step < head_steps else 1
         gradient = sum(values) - 1 + 0.01 * values[part]
         velocities[part] = 0.9 * velocities[part] + gradient
@@ -247,10 +283,28 @@ def test_bad_coefficients_are_refused(change, said):
         check_setting(Setting(TASK, 2, method=MethodConfig(**change)))
 
 
-def test_coefficients_reach_their_methods():
-    task = two_part_task()
-    pulled = MethodConfig(prox_mu=0.7)
-    build = REGISTRY["fedprox"]
-    strong = train(build(Setting(task, 2, SGD, method=pulled)), 0, 3).mean["body"]
-    weak = train(build(Setting(task, 2, SGD)), 0, 3).mean["body"]
-    assert strong != weak
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("fedprox", {"prox_mu": 0.7}),
+        ("fedavgm", {"avgm_lr": 0.7}),
+        ("fedavgm", {"avgm_momentum": 0.3}),
+        ("fedadam", {"adaptive_lr": 0.3}),
+        ("fedyogi", {"adaptive_tau": 0.3}),
+        ("scaffold", {"scaffold_lr": 0.3}),
+        ("fedrep", {"rep_head_share": 0.2}),
+        ("ditto", {"ditto_lambda": 3.0}),
+        ("apfl", {"apfl_alpha": 0.9}),
+        ("apfl", {"apfl_adaptive": False}),
+        ("pfedme", {"pfedme_lambda": 3.0}),
+        ("pfedme", {"pfedme_steps": 2}),
+        ("pfedme", {"pfedme_beta": 0.5}),
+    ],
+)
+def test_coefficients_reach_their_methods(name, change):
+    def result(method):
+        built = REGISTRY[name](Setting(two_part_task(), 2, SGD, method=method))
+        return jax.tree.leaves(rounds(built, 3, 2))
+
+    usual, changed = result(MethodConfig()), result(MethodConfig(**change))
+    assert any(not np.allclose(a, b) for a, b in zip(usual, changed, strict=True))
