@@ -120,7 +120,9 @@ def train(
     log_time("compile", done, started)
 
     def evaluate(state: SimulationState) -> list[tasks.Metrics]:
-        return _by_seed(jax.device_get(engine.evaluate(state, setup.test)), seeds)
+        return _by_seed(
+            jax.device_get(engine.evaluate(state, setup.test, setup.train)), seeds
+        )
 
     rounds_a_call, is_first_call = 1, True
     shown = ""
@@ -248,7 +250,7 @@ def _on_device(
             setup.task,
             capacity=setup.test_capacity,
             chunk_size=chunk_size,
-            mesh=setup.schedule.mesh,
+            schedule=setup.schedule,
             over_seeds=over_seeds,
         ),
         lambda folder, round_index: None,
@@ -368,7 +370,11 @@ def _mean(values: Sequence[Any]) -> Any:
 
 def evaluation_row(summary: evaluation.Summary) -> dict[str, Any]:
     """An evaluation in the form of `metrics.jsonl` and `summary.json`."""
-    figures = {name: _number(value) for name, value in summary._asdict().items()}
+    figures = {
+        name: _number(value)
+        for name, value in summary._asdict().items()
+        if value is not None
+    }
     loss = figures.pop("loss")
     return {"accuracy": figures, "loss": loss}
 

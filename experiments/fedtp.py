@@ -97,14 +97,14 @@ def run(flags: Flags) -> None:
       InputError: a flag, the data or the run folder does not allow it.
       Interrupted: told to stop; what was done is saved.
     """
-    names = algorithms.resolve(flags.training.algorithms)
+    algorithms.resolve(flags.training.algorithms)
     setup.check_flags(flags.data, flags.training, flags.run)
     mesh = launch.make_mesh(flags.device)
     with launch.one_process_speaks(flags.run) as (run_flags, console):
-        _run_on(mesh, replace(flags, run=run_flags), names, console)
+        _run_on(mesh, replace(flags, run=run_flags), console)
 
 
-def _run_on(mesh: Mesh, flags: Flags, names: Sequence[str], console: Console) -> None:
+def _run_on(mesh: Mesh, flags: Flags, console: Console) -> None:
     prepared = setup.make_setup(
         flags.data, flags.model, flags.training, flags.run, mesh
     )
@@ -121,7 +121,8 @@ def _run_on(mesh: Mesh, flags: Flags, names: Sequence[str], console: Console) ->
         flags.method,
     )
     algorithms.check_setting(setting)
-    built = [algorithms.REGISTRY[name](setting) for name in names]
+    built, notes = algorithms.build_all(flags.training.algorithms, setting)
+    prepared = prepared._replace(notices=prepared.notices + notes)
     limit = launch.memory_limit(flags.device, mesh)
     prepared, plans = results.plan_all(
         built, prepared, flags.training, flags.device, flags.run, limit

@@ -9,19 +9,29 @@ class DataFlags:
     """Which data, and who holds it."""
 
     dataset: str = "digits"
-    """digits, fashion_mnist, cifar10, cifar100, npz:PATH, folder:PATH or tfds:NAME."""
+    """digits, fashion_mnist, cifar10, cifar100, shakespeare, npz:PATH, folder:PATH,
+    tfds:NAME or leaf:PATH."""
     data_dir: str | None = None
     """Folder of prepared TFDS sets (see experiments.prepare_data)."""
-    partition: str = "pathological"
-    """iid, pathological, dirichlet, dirichlet2, shards, quantity or file:PATH."""
+    partition: str | None = None
+    """iid, pathological, dirichlet, dirichlet2, shards, quantity, natural or file:PATH;
+    unset: natural where the data says who holds what, else pathological."""
     alpha: float = 0.3
     """Concentration of the Dirichlet partitions; small is more skewed."""
     classes_per_client: int = 2
     """Classes (pathological) or shards (shards) a client."""
     num_clients: int | None = None
-    """Clients; 20 unless a preset or a partition file says otherwise."""
+    """Clients; unset: 20, or as many as a preset, a partition file or the data has."""
     min_examples: int = 10
     """Training examples every client has at least (dirichlet, quantity)."""
+    sequence_length: int = 80
+    """Characters of an example (shakespeare)."""
+    stride: int | None = None
+    """Characters between two examples; unset: as sequence_length."""
+    shift: str | None = None
+    """What differs between clients beside their labels: noise:X (up to X of the range
+    of pixels), rotation:X (up to X degrees) or brightness:X (by class, up to X of the
+    range)."""
     validation: bool = False
     """Measure on a fifth of the training examples, held out, instead of the test
     split: for choosing settings."""
@@ -31,8 +41,10 @@ class DataFlags:
 class ModelFlags:
     """The model that clients train."""
 
-    model: Literal["vit", "cnn"] = "vit"
-    """vit, or cnn (the LeNet of the baselines; no attention, so no FedTP)."""
+    model: Literal["auto", "vit", "cnn", "cnn_bn", "char_transformer", "lstm"] = "auto"
+    """Images: vit, cnn (the LeNet of the baselines; no attention, so no FedTP) or
+    cnn_bn (with batch normalization). Text: char_transformer or lstm (without
+    attention). auto is the transformer."""
     patch_size: int | None = None
     """Side of a patch; unset: the largest that leaves at least 16 patches."""
     dim: int = 64

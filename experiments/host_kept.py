@@ -16,7 +16,7 @@ from fedjax_tp.data.federated import FederatedDataset
 from fedjax_tp.io import client_store
 from fedjax_tp.models.task import Metrics
 from fedjax_tp.simulation.cohort import LocalSchedule
-from fedjax_tp.simulation.evaluation import make_evaluate_rows
+from fedjax_tp.simulation.evaluation import Evaluate, make_evaluate_rows
 from fedjax_tp.simulation.rounds import (
     SimulationState,
     initial_kept,
@@ -31,12 +31,12 @@ class Engine(NamedTuple):
 
     Attributes:
       advance: `(state, data, key, first_round, num_rounds) -> (state, records)`.
-      evaluate: `(state, data) -> Metrics`.
+      evaluate: `(state, test, train) -> Metrics`.
       save, load: `(folder, round)`, the rows beside a checkpoint.
     """
 
     advance: Callable[..., tuple[SimulationState, Any]]
-    evaluate: Callable[[SimulationState, FederatedDataset], Metrics]
+    evaluate: Evaluate
     save: Callable[[Path, int], None]
     load: Callable[[Path, int], None]
 
@@ -108,7 +108,7 @@ def open_run(
         setup.task,
         capacity=setup.test_capacity,
         chunk_size=chunk_size,
-        mesh=mesh,
+        schedule=setup.schedule,
     )
 
     def advance(
@@ -124,14 +124,16 @@ def open_run(
             records.append(record)
         return state, jax.tree.map(lambda *rows: np.concatenate(rows), *records)
 
-    def evaluate(state: SimulationState, data: FederatedDataset) -> Metrics:
+    def evaluate(
+        state: SimulationState, test: FederatedDataset, train: FederatedDataset
+    ) -> Metrics:
         unit = mesh.size * chunk_size
         block = unit * max(1, _CLIENTS_A_CALL // unit)
         found = []
         for first in range(0, setup.num_clients, block):
             ids = np.arange(first, first + block)
             rows = launch.replicate(client_store.read_rows(store, ids), mesh)
-            metrics = evaluate_rows(state.server, rows, jnp.asarray(ids), data)
+            metrics = evaluate_rows(state.server, rows, jnp.asarray(ids), test, train)
             found.append(jax.device_get(metrics))
         return jax.tree.map(
             lambda *parts: np.concatenate(parts)[: setup.num_clients], *found

@@ -33,9 +33,7 @@ def print_plan(
     steps = setup.schedule.local_epochs * -(-sizes // setup.schedule.batch_size)
     console.print(
         f"{setup.dataset.name}: {sizes.sum()} training and "
-        f"{num_test} test images of "
-        f"{'x'.join(map(str, setup.train.x.shape[1:]))}, "
-        f"{setup.dataset.num_classes} classes; {len(sizes)} clients with "
+        f"{num_test} test {_examples(setup)}; {len(sizes)} clients with "
         f"{sizes.min()} / {sizes.mean():.0f} / {sizes.max()} examples (min/mean/max)",
     )
     console.print(
@@ -57,6 +55,13 @@ def print_plan(
         )
     for notice in setup.notices:
         console.print(f"note: {notice}")
+
+
+def _examples(setup: Setup) -> str:
+    shape = "x".join(map(str, setup.train.x.shape[1:]))
+    if setup.dataset.is_text:
+        return f"texts of {shape} characters, {setup.dataset.num_classes} different"
+    return f"images of {shape}, {setup.dataset.num_classes} classes"
 
 
 _COMPILATION_BYTES = 700_000_000

@@ -22,11 +22,13 @@ from jax.sharding import Mesh
 from experiments.cli import to_flat
 from experiments.flags import DataFlags, ModelFlags, RunFlags, TrainingFlags
 from experiments.launch import replicate
-from fedjax_tp.data import catalog, partition
+from fedjax_tp.data import catalog, partition, shift
 from fedjax_tp.data.federated import FederatedDataset, federate
 from fedjax_tp.io import folder, metrics
 from fedjax_tp.models import task as tasks
+from fedjax_tp.models.char_transformer import CharTransformer
 from fedjax_tp.models.cnn import LeNet
+from fedjax_tp.models.lstm import CharLSTM
 from fedjax_tp.models.vit import ViT, check_patch_size
 from fedjax_tp.simulation.cohort import LocalSchedule
 from fedjax_tp.simulation.rounds import cohort_size
@@ -88,6 +90,8 @@ def check_flags(data: DataFlags, training: TrainingFlags, run: RunFlags) -> None
         raise InputError(f"seed is {run.seed}; allowed is 0 to {2**32 - run.seeds}")
     clients = DEFAULT_CLIENTS if data.num_clients is None else data.num_clients
     cohort_size(clients, training.sample_fraction)
+    if data.shift is not None:
+        shift.parse(data.shift)
     partition.check_settings(_request(data, np.zeros(0, int), 1, clients, None))
 
 
@@ -121,21 +125,24 @@ def make_setup(
     Raises:
       InputError: anything that the data, the partition or the model does not allow.
     """
-    dataset = catalog.load(data.dataset, data.data_dir)
+    dataset = catalog.load(
+        data.dataset,
+        data.data_dir,
+        sequence_length=data.sequence_length,
+        stride=data.stride,
+    )
     if data.validation:
         dataset = catalog.hold_out(dataset)
     seeds = tuple(range(run.seed, run.seed + run.seeds))
     partitions = tuple(deal_to_clients(data, dataset, seed) for seed in seeds)
     num_clients = partitions[0].num_clients
+    task = make_task(model, dataset.x_train.shape[1:], dataset.num_classes)
+    shown, placed = dataset, partitions
+    if data.shift is not None:
+        shown, placed = _shifted(dataset, partitions, data.shift, seeds)
     train, test = (
-        replicate(
-            federate(dataset, split, [getattr(p, split) for p in partitions]), mesh
-        )
+        replicate(federate(shown, split, [getattr(p, split) for p in placed]), mesh)
         for split in ("train", "test")
-    )
-    image_shape = dataset.x_train.shape[1:]
-    task = tasks.classification(
-        make_model(model, image_shape, dataset.num_classes), image_shape
     )
     cohort = cohort_size(num_clients, training.sample_fraction)
     capacity = max(len(part) for parts in partitions for part in parts.train)
@@ -174,13 +181,58 @@ def default_lanes(cohort: int, mesh: Mesh) -> int:
     return 1 if jax.default_backend() == "cpu" else -(-cohort // mesh.size)
 
 
+def _shifted(
+    dataset: catalog.Dataset,
+    partitions: Sequence[partition.Partition],
+    kind: str,
+    seeds: Sequence[int],
+) -> tuple[catalog.Dataset, tuple[partition.Partition, ...]]:
+    """The images as each seed's clients have them, one seed's after the other's."""
+    found = [
+        shift.apply(dataset, parts, kind, seed=seed)
+        for parts, seed in zip(partitions, seeds, strict=True)
+    ]
+    every = dataset._replace(
+        x_train=np.concatenate([d.x_train for d in found]),
+        y_train=np.concatenate([d.y_train for d in found]),
+        x_test=np.concatenate([d.x_test for d in found]),
+        y_test=np.concatenate([d.y_test for d in found]),
+    )
+    sizes = len(dataset.y_train), len(dataset.y_test)
+    placed = tuple(
+        partition.Partition(
+            *(
+                tuple(part + i * size for part in parts)
+                for parts, size in zip(of_seed, sizes, strict=True)
+            )
+        )
+        for i, of_seed in enumerate(partitions)
+    )
+    return every, placed
+
+
 def deal_to_clients(
     data: DataFlags, dataset: catalog.Dataset, seed: int
 ) -> partition.Partition:
     """The partition that the flags ask for."""
-    if data.partition.startswith("file:"):
+    owners = dataset.owners
+    scheme = data.partition or ("pathological" if owners is None else "natural")
+    if scheme == "natural":
+        if owners is None:
+            raise InputError(
+                f"partition natural needs data that says who holds what; "
+                f"{dataset.name} does not (allowed are "
+                f"{', '.join([*partition.SCHEMES, 'file:PATH'])})"
+            )
+        return partition.natural(
+            (owners.train, owners.test),
+            len(owners.names),
+            data.num_clients,
+            seed=seed,
+        )
+    if scheme.startswith("file:"):
         return partition.read_partition(
-            data.partition.removeprefix("file:"),
+            scheme.removeprefix("file:"),
             len(dataset.y_train),
             len(dataset.y_test),
             data.num_clients,
@@ -192,21 +244,62 @@ def deal_to_clients(
         DEFAULT_CLIENTS if data.num_clients is None else data.num_clients,
         dataset.superclass,
     )
-    return partition.make_partition(data.partition, request, dataset.y_test, seed=seed)
+    return partition.make_partition(scheme, request, dataset.y_test, seed=seed)
 
 
-def make_model(
-    flags: ModelFlags, image_shape: tuple[int, ...], num_classes: int
-) -> nn.Module:
-    """The model that the flags ask for, fitted to the images."""
-    height, width, _ = image_shape
-    for name in ("dim", "depth", "heads", "head_dim", "mlp_dim"):
-        if getattr(flags, name) < 1:
-            raise InputError(f"{name} is {getattr(flags, name)}; allowed is 1 or more")
+_MODELS = {"text": ("char_transformer", "lstm"), "images": ("vit", "cnn", "cnn_bn")}
+
+
+def make_task(
+    flags: ModelFlags, example_shape: tuple[int, ...], num_classes: int
+) -> tasks.Task:
+    """The task of the model that the flags ask for, fitted to the examples.
+
+    Args:
+      flags: which model, and its sizes.
+      example_shape: `[height, width, channels]` of images, `[length]` of texts.
+      num_classes: labels, or characters.
+
+    Raises:
+      InputError: a size that is not allowed, or a model that is not for such data.
+    """
+    kind = "text" if len(example_shape) == 1 else "images"
+    name = _MODELS[kind][0] if flags.model == "auto" else flags.model
+    if name not in _MODELS[kind]:
+        raise InputError(
+            f"model is {name}, and the data is {kind}; allowed is "
+            f"{' or '.join(_MODELS[kind])}"
+        )
+    for field in ("dim", "depth", "heads", "head_dim", "mlp_dim"):
+        if getattr(flags, field) < 1:
+            raise InputError(
+                f"{field} is {getattr(flags, field)}; allowed is 1 or more"
+            )
     if not 0 <= flags.dropout < 1:
         raise InputError(f"dropout is {flags.dropout}; allowed is 0 <= dropout < 1")
-    if flags.model == "cnn":
-        return LeNet(num_classes)
+    if kind == "images":
+        module = _image_model(name, flags, example_shape, num_classes)
+        return tasks.classification(module, example_shape)
+    if name == "lstm":
+        return tasks.next_character(CharLSTM(num_classes), example_shape[0])
+    module = CharTransformer(
+        num_classes,
+        dim=flags.dim,
+        depth=flags.depth,
+        heads=flags.heads,
+        head_dim=flags.head_dim,
+        mlp_dim=flags.mlp_dim,
+        dropout=flags.dropout,
+    )
+    return tasks.next_character(module, example_shape[0])
+
+
+def _image_model(
+    name: str, flags: ModelFlags, image_shape: tuple[int, ...], num_classes: int
+) -> nn.Module:
+    height, width, _ = image_shape
+    if name in ("cnn", "cnn_bn"):
+        return LeNet(num_classes, batch_norm=name == "cnn_bn")
     patch_size = flags.patch_size
     if patch_size is None:
         patch_size = _fitting_patch_size(height, width)
@@ -250,8 +343,8 @@ def absolute_paths(data: DataFlags) -> DataFlags:
 
     return dataclasses.replace(
         data,
-        dataset=resolve(data.dataset, ("npz", "folder")),
-        partition=resolve(data.partition, ("file",)),
+        dataset=resolve(data.dataset, ("npz", "folder", "leaf")),
+        partition=data.partition and resolve(data.partition, ("file",)),
         data_dir=data.data_dir and str(Path(data.data_dir).resolve()),
     )
 

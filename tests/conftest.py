@@ -60,30 +60,31 @@ def p1003_file(p1003, tmp_path_factory) -> str:
     return str(path)
 
 
-def _linear_init(key):
+def _small_init(key):
     qkv = 0.1 * jax.random.normal(key, (64, 3))
-    return {"attention": {"qkv": qkv}, "head": {"bias": jnp.zeros(3)}}
+    head = {"kernel": jnp.eye(3), "bias": jnp.zeros(3)}
+    return {"attention": {"qkv": qkv}, "norm": {"scale": jnp.ones(3)}, "head": head}
 
 
-def _linear_apply(params, x):
-    flat = x.reshape(len(x), 64)
-    return flat @ params["attention"]["qkv"] + params["head"]["bias"]
+def _small_forward(params, x, key=None, mask=None):
+    if key is not None:
+        x = x + 0.1 * jax.random.normal(key, x.shape)
+    features = x.reshape(len(x), 64) @ params["attention"]["qkv"]
+    features = features * params["norm"]["scale"]
+    return tasks.Forward(tasks.apply_head(params, features), features)
 
 
 @pytest.fixture(scope="session")
 def small_task() -> tasks.Task:
-    """Softmax regression on noisy pixels: compiles at once, and uses its keys.
+    """Two linear layers on noisy pixels: compiles at once, and uses its keys.
 
-    Its kernel has the name of an attention projection, so that every algorithm has
-    something personal and something shared.
+    The first has the name of an attention projection, and there is a scale between them
+    of the name of a norm: every algorithm has something personal and something shared.
     """
-    plain = tasks.from_apply(_linear_init, lambda p, x, key: _linear_apply(p, x))
-
-    def loss(params, batch, key):
-        noise = 0.1 * jax.random.normal(key, batch.x.shape)
-        return plain.loss(params, batch._replace(x=batch.x + noise), key)
-
-    return plain._replace(loss=loss)
+    plain = tasks.from_apply(
+        _small_init, lambda params, x, key: _small_forward(params, x, key).logits
+    )
+    return plain._replace(forward=_small_forward)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import optax
 
@@ -13,20 +13,30 @@ from fedjax_tp.algorithms.base import (
     ClientOptimizer,
     Message,
     Update,
+    check_names_some,
     client_update,
+    is_head,
     partial_personalization,
     sgd,
 )
 from fedjax_tp.algorithms.ditto import ditto
-from fedjax_tp.algorithms.fedavg import fedavg
+from fedjax_tp.algorithms.fedala import fedala
+from fedjax_tp.algorithms.fedavg import fedavg, fedavg_ft
+from fedjax_tp.algorithms.fedbabu import fedbabu
+from fedjax_tp.algorithms.fedbn import fedbn
+from fedjax_tp.algorithms.feddbe import feddbe
 from fedjax_tp.algorithms.fedopt import fedadam, fedavgm, fedyogi
 from fedjax_tp.algorithms.fedper import fedper
 from fedjax_tp.algorithms.fedprox import fedprox
 from fedjax_tp.algorithms.fedrep import fedrep
+from fedjax_tp.algorithms.fedrod import fedrod, with_personal_head
 from fedjax_tp.algorithms.fedtp import fedtp
 from fedjax_tp.algorithms.fedtp_vanilla import fedtp_vanilla
+from fedjax_tp.algorithms.knn import with_memory
 from fedjax_tp.algorithms.lg_fedavg import lg_fedavg
 from fedjax_tp.algorithms.local import local
+from fedjax_tp.algorithms.moon import moon
+from fedjax_tp.algorithms.pfedhn import pfedhn
 from fedjax_tp.algorithms.pfedme import pfedme
 from fedjax_tp.algorithms.scaffold import scaffold
 from fedjax_tp.hypernetwork import HypernetworkConfig, check_config
@@ -73,6 +83,14 @@ class MethodConfig:
       pfedme_lambda: pFedMe: pull of the personal model to the client's global one.
       pfedme_steps: pFedMe: steps of the personal model on a batch.
       pfedme_beta: pFedMe: share of the mean that the server takes.
+      tune_epochs: FedBABU and fedavg_ft: epochs of fine-tuning before evaluation.
+      moon_mu: MOON: weight of the contrastive loss; 0 is FedAvg.
+      moon_temperature: MOON: of the contrastive loss.
+      ala_lr: FedALA: step size of the aggregation weights.
+      ala_share: FedALA: share of a round's steps that learn them.
+      dbe_kappa: FedDBE: pull of mean representations to their consensus.
+      knn_neighbours: of the kNN memory.
+      knn_share: share of the kNN memory in the prediction.
     """
 
     prox_mu: float = 0.01
@@ -88,6 +106,14 @@ class MethodConfig:
     pfedme_lambda: float = 15.0
     pfedme_steps: int = 5
     pfedme_beta: float = 1.0
+    tune_epochs: int = 1
+    moon_mu: float = 1.0
+    moon_temperature: float = 0.5
+    ala_lr: float = 1.0
+    ala_share: float = 0.2
+    dbe_kappa: float = 1.0
+    knn_neighbours: int = 10
+    knn_share: float = 0.6
 
 
 _ALLOWED: dict[str, tuple[Callable[[float], bool], str]] = {
@@ -103,6 +129,14 @@ _ALLOWED: dict[str, tuple[Callable[[float], bool], str]] = {
     "pfedme_lambda": (lambda x: 0 < x < inf, "above 0"),
     "pfedme_steps": (lambda x: x >= 1, "1 or more"),
     "pfedme_beta": (lambda x: 0 < x < inf, "above 0"),
+    "tune_epochs": (lambda x: x >= 0, "0 or more"),
+    "moon_mu": (lambda x: 0 <= x < inf, "0 or more"),
+    "moon_temperature": (lambda x: 0 < x < inf, "above 0"),
+    "ala_lr": (lambda x: 0 < x < inf, "above 0"),
+    "ala_share": (lambda x: 0 <= x <= 1, "0 to 1"),
+    "dbe_kappa": (lambda x: 0 <= x < inf, "0 or more"),
+    "knn_neighbours": (lambda x: x >= 1, "1 or more"),
+    "knn_share": (lambda x: 0 <= x <= 1, "0 to 1"),
 }
 
 
@@ -134,14 +168,17 @@ def check_setting(setting: Setting) -> None:
     check_config(setting.hypernetwork)
 
 
-def _fedtp(setting: Setting) -> Algorithm:
+def _with_hypernetwork(
+    build: Callable[..., Algorithm], setting: Setting, **more: Any
+) -> Algorithm:
     server = setting.hypernetwork_optimizer
     clip = [optax.clip_by_global_norm(server.clip)] if server.clip else []
     phi_sgd = sgd(server.lr, server.momentum, server.weight_decay)
-    return fedtp(
+    return build(
         setting.task,
         setting.num_clients,
         setting.client,
+        **more,
         hypernetwork=setting.hypernetwork,
         phi_optimizer=optax.chain(*clip, phi_sgd),
         embedding_optimizer=sgd(
@@ -151,8 +188,26 @@ def _fedtp(setting: Setting) -> Algorithm:
     )
 
 
+def _fedtp(setting: Setting) -> Algorithm:
+    return _with_hypernetwork(fedtp, setting)
+
+
+def _fedtp_per(setting: Setting) -> Algorithm:
+    what = "fedtp_per needs a model whose last layer is `head`"
+    check_names_some(setting.task, is_head, what)
+    return _with_hypernetwork(fedtp, setting, is_kept=is_head, name="fedtp_per")
+
+
+def _fedtp_rod(setting: Setting) -> Algorithm:
+    generic = _with_hypernetwork(fedtp, setting, name="fedtp_rod")
+    return with_personal_head(generic, setting.task, setting.client)
+
+
 REGISTRY: dict[str, Callable[[Setting], Algorithm]] = {
     "fedtp": _fedtp,
+    "fedtp_per": _fedtp_per,
+    "fedtp_rod": _fedtp_rod,
+    "fedtp_knn": lambda s: _with_knn(_fedtp(s), s),
     "fedtp_vanilla": lambda s: fedtp_vanilla(s.task, s.client),
     "fedavg": lambda s: fedavg(s.task, s.client),
     "local": lambda s: local(s.task, s.client),
@@ -183,8 +238,65 @@ REGISTRY: dict[str, Callable[[Setting], Algorithm]] = {
         inner_steps=s.method.pfedme_steps,
         beta=s.method.pfedme_beta,
     ),
+    "fedavg_ft": lambda s: fedavg_ft(s.task, s.client, epochs=s.method.tune_epochs),
+    "fedavg_knn": lambda s: _with_knn(fedavg(s.task, s.client), s),
+    "fedbabu": lambda s: fedbabu(s.task, s.client, epochs=s.method.tune_epochs),
+    "fedbn": lambda s: fedbn(s.task, s.client),
+    "fedrod": lambda s: fedrod(s.task, s.client),
+    "moon": lambda s: moon(
+        s.task, s.client, mu=s.method.moon_mu, temperature=s.method.moon_temperature
+    ),
+    "pfedhn": lambda s: _with_hypernetwork(pfedhn, s),
+    "fedala": lambda s: fedala(
+        s.task, s.client, lr=s.method.ala_lr, share=s.method.ala_share
+    ),
+    "feddbe": lambda s: feddbe(s.task, s.client, strength=s.method.dbe_kappa),
 }
 """Builders by name."""
+
+_KNN = "_knn"
+
+
+def _with_knn(algorithm: Algorithm, setting: Setting) -> Algorithm:
+    method = setting.method
+    return with_memory(
+        algorithm,
+        setting.task,
+        neighbours=method.knn_neighbours,
+        share=method.knn_share,
+    )
+
+
+def build(name: str, setting: Setting) -> Algorithm:
+    """The algorithm of a registered name; with `_knn` after it, on top of a memory.
+
+    Raises:
+      InputError: the algorithm does not go with the model.
+    """
+    if name in REGISTRY:
+        return REGISTRY[name](setting)
+    return _with_knn(REGISTRY[name.removesuffix(_KNN)](setting), setting)
+
+
+def build_all(
+    names: str, setting: Setting
+) -> tuple[tuple[Algorithm, ...], tuple[str, ...]]:
+    """The algorithms of a list as for `resolve`, and a note on each that is left out.
+
+    Of `all`, those are left out that do not go with the model.
+
+    Raises:
+      InputError: see `resolve` and `build`.
+    """
+    built, notes = [], []
+    for name in resolve(names):
+        try:
+            built.append(build(name, setting))
+        except InputError as error:
+            if names != "all":
+                raise
+            notes.append(f"{name} is left out: {error}")
+    return tuple(built), tuple(notes)
 
 
 def resolve(names: str) -> tuple[str, ...]:
@@ -196,11 +308,16 @@ def resolve(names: str) -> tuple[str, ...]:
     if names == "all":
         return tuple(REGISTRY)
     wanted = tuple(name.strip() for name in names.split(",") if name.strip())
-    unknown = [name for name in wanted if name not in REGISTRY]
+    unknown = [
+        name
+        for name in wanted
+        if name not in REGISTRY and name.removesuffix(_KNN) not in REGISTRY
+    ]
     if unknown or not wanted or len(set(wanted)) < len(wanted):
         what = f"unknown algorithm {unknown[0]!r}" if unknown else f"got {names!r}"
         raise InputError(
-            f"{what}; allowed are 'all' or some of {', '.join(REGISTRY)}, each once"
+            f"{what}; allowed are 'all' or some of {', '.join(REGISTRY)}, each once, "
+            "and any with _knn after it"
         )
     return wanted
 
@@ -215,23 +332,35 @@ __all__ = [
     "Setting",
     "Update",
     "apfl",
+    "build",
+    "build_all",
     "check_setting",
     "client_update",
     "ditto",
     "fedadam",
+    "fedala",
     "fedavg",
+    "fedavg_ft",
     "fedavgm",
+    "fedbabu",
+    "fedbn",
+    "feddbe",
     "fedper",
     "fedprox",
     "fedrep",
+    "fedrod",
     "fedtp",
     "fedtp_vanilla",
     "fedyogi",
     "lg_fedavg",
     "local",
+    "moon",
     "partial_personalization",
+    "pfedhn",
     "pfedme",
     "resolve",
     "scaffold",
     "sgd",
+    "with_memory",
+    "with_personal_head",
 ]

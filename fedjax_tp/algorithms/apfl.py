@@ -16,7 +16,8 @@ from fedjax_tp.algorithms.base import (
     Message,
     PartialState,
     Update,
-    loss_and_gradient,
+    descent,
+    is_nothing,
     partial_personalization,
     sgd,
     start_training,
@@ -75,15 +76,15 @@ def apfl(
     def client_step(carry: ApflCarry, batch: Batch, progress: Progress) -> ApflCarry:
         w, v, share = carry.shared.params, carry.personal.params, carry.alpha
         mixed = carry.personal._replace(params=_mix(v, w, share))
-        loss, gradient = loss_and_gradient(task, mixed, batch, progress)
+        found = descent(task, mixed, batch, progress)
         if adaptive:
-            slope = optax.tree.vdot(jax.tree.map(jnp.subtract, v, w), gradient)
+            slope = optax.tree.vdot(jax.tree.map(jnp.subtract, v, w), found.gradient)
             stepped = jnp.clip(share - optimizer.lr * slope, 0, 1)
             share = jnp.where(progress.step == 0, stepped, share)
-        of_v = jax.tree.map(lambda g: share * g, gradient)
+        of_v = jax.tree.map(lambda g: share * g, found.gradient)
         return ApflCarry(
             shared_step(carry.shared, batch, progress),
-            take_step(sgd_step, carry.personal, batch, loss, of_v),
+            take_step(sgd_step, carry.personal, batch, found._replace(gradient=of_v)),
             share,
         )
 
@@ -92,7 +93,7 @@ def apfl(
         metrics = training_metrics(carry.personal)
         return Update(carry.shared.params, None, kept, metrics)
 
-    average = partial_personalization("apfl", task, optimizer, lambda path: False)
+    average = partial_personalization("apfl", task, optimizer, is_nothing)
     return average._replace(
         init=init,
         client_start=client_start,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_tp import tree
-from fedjax_tp.models.task import Task
+from fedjax_tp.models.task import Forwarding, Task, is_statistic
 from fedjax_tp.types import (
     Array,
     Batch,
@@ -77,6 +77,10 @@ class Algorithm(NamedTuple):
       client_params: `(message, kept) -> Params`, what a client uses for inference.
       hypernetwork_parameters: numbers in the server's hypernetwork, embeddings
         included; 0 without one.
+      adapt: `(params, batches, key) -> adapted`, what a client does with its own
+        training data before it is used; None for nothing. Leaves of `batches` are
+        `[steps, batch, ...]`; a step whose mask holds nowhere changes nothing.
+      predict: `(adapted, x) -> logits`; None for the task's `apply`.
     """
 
     name: str
@@ -92,6 +96,8 @@ class Algorithm(NamedTuple):
     ]
     client_params: Callable[[Message, Tree], Params]
     hypernetwork_parameters: int = 0
+    adapt: Callable[[Params, Batch, PRNGKey], Tree] | None = None
+    predict: Callable[[Tree, Array], Array] | None = None
 
 
 @dataclass(frozen=True)
@@ -146,6 +152,10 @@ Correction = Callable[[Params, Tree], Params]
 """`(params, reference) -> what is added to the gradient of the loss`."""
 
 
+LocalStep = Callable[[LocalCarry, Batch, Progress], LocalCarry]
+"""One step of local training."""
+
+
 def start_training(
     params: Params,
     optimizer: optax.GradientTransformation,
@@ -157,37 +167,82 @@ def start_training(
     return LocalCarry(params, optimizer.init(params), key, zero, zero, reference)
 
 
-def loss_and_gradient(
-    task: Task, carry: LocalCarry, batch: Batch, progress: Progress
-) -> tuple[Float[Array, ""], Params]:
-    """Mean loss of a minibatch and its gradient, dropout drawn for this step."""
+class Descent(NamedTuple):
+    """What a minibatch says.
+
+    Attributes:
+      loss: mean over its examples.
+      gradient: of the loss.
+      statistics: the model's running statistics after it, at their place in the
+        parameters; None of a model without.
+    """
+
+    loss: Float[Array, ""]
+    gradient: Params
+    statistics: Tree = None
+
+
+def descent(
+    task: Task,
+    carry: LocalCarry,
+    batch: Batch,
+    progress: Progress,
+    *,
+    objective: Callable[[Params, Batch, PRNGKey], tuple[Array, Tree]] | None = None,
+) -> Descent:
+    """Loss, gradient and new statistics of a minibatch, dropout drawn for this step.
+
+    Args:
+      task: model and loss.
+      carry: the client's training.
+      batch: the minibatch.
+      progress: which step it is.
+      objective: `(params, batch, key) -> (loss, statistics)`; None for the task's loss.
+    """
     key = jax.random.fold_in(carry.key, progress.step)
-    return jax.value_and_grad(task.loss)(carry.params, batch, key)
+    objective = objective or task.loss_and_statistics
+    if objective is None:
+        return Descent(*jax.value_and_grad(task.loss)(carry.params, batch, key))
+    (loss, statistics), gradient = jax.value_and_grad(objective, has_aux=True)(
+        carry.params, batch, key
+    )
+    return Descent(loss, gradient, statistics)
 
 
 def take_step(
     optimizer: optax.GradientTransformation,
     carry: LocalCarry,
     batch: Batch,
-    loss: Float[Array, ""],
-    gradient: Params,
+    found: Descent,
 ) -> LocalCarry:
-    """The carry after an optimizer step with this gradient."""
+    """The carry after an optimizer step; running statistics are adopted as they are."""
+    loss, gradient, statistics = found
     updates, opt_state = optimizer.update(gradient, carry.opt_state, carry.params)
+    params = optax.apply_updates(carry.params, updates)
+    if statistics is not None:
+        params = tree.merge(statistics, params)
     examples = jnp.sum(batch.mask)
     return carry._replace(
-        params=optax.apply_updates(carry.params, updates),
+        params=params,
         opt_state=opt_state,
         loss_sum=carry.loss_sum + loss * examples,
         examples=carry.examples + examples,
     )
 
 
+def adopt_statistics(params: Params, other: Params) -> Params:
+    """Parameters with the running statistics of others: those are no direction to go
+    along, and a variance must not become negative."""
+    statistics, _ = tree.split(other, is_statistic)
+    _, weights = tree.split(params, is_statistic)
+    return tree.merge(statistics, weights)
+
+
 def training_step(
     task: Task,
     optimizer: optax.GradientTransformation,
     correction: Correction | None = None,
-) -> Callable[[LocalCarry, Batch, Progress], LocalCarry]:
+) -> LocalStep:
     """One optimizer step on the mean loss of a minibatch, all parameters moving.
 
     Args:
@@ -197,11 +252,12 @@ def training_step(
     """
 
     def step(carry: LocalCarry, batch: Batch, progress: Progress) -> LocalCarry:
-        loss, gradient = loss_and_gradient(task, carry, batch, progress)
+        found = descent(task, carry, batch, progress)
         if correction is not None:
             added = correction(carry.params, carry.reference)
-            gradient = jax.tree.map(jnp.add, gradient, added)
-        return take_step(optimizer, carry, batch, loss, gradient)
+            gradient = jax.tree.map(jnp.add, found.gradient, added)
+            found = found._replace(gradient=gradient)
+        return take_step(optimizer, carry, batch, found)
 
     return step
 
@@ -211,6 +267,11 @@ def proximal(strength: float) -> Correction:
     return lambda params, reference: jax.tree.map(
         lambda w, r: strength * (w - r), params, reference
     )
+
+
+def is_nothing(path: str) -> bool:
+    """Names no parameter."""
+    return False
 
 
 def is_head(path: str) -> bool:
@@ -223,6 +284,48 @@ def check_names_some(task: Task, predicate: tree.PathPredicate, what: str) -> No
     named, _ = tree.split(jax.eval_shape(task.init, jax.random.key(0)), predicate)
     if not jax.tree.leaves(named):
         raise InputError(what)
+
+
+def forward_of(task: Task, name: str) -> Forwarding:
+    """The task's `forward`, for an algorithm that works on features.
+
+    Raises:
+      InputError: the model has no layer `head`.
+    """
+    what = f"{name} needs a model whose last layer is `head`"
+    if task.forward is None:
+        raise InputError(what)
+    check_names_some(task, is_head, what)
+    return task.forward
+
+
+def fine_tuning(
+    task: Task, optimizer: ClientOptimizer, epochs: int
+) -> Callable[[Params, Batch, PRNGKey], Params]:
+    """`Algorithm.adapt` as local training of all parameters.
+
+    Args:
+      task: model and loss.
+      optimizer: starts afresh.
+      epochs: passes over the client's examples, in the same order each.
+    """
+    sgd_step = sgd(optimizer.lr, optimizer.momentum, optimizer.weight_decay)
+    step = training_step(task, sgd_step)
+
+    def adapt(params: Params, batches: Batch, key: PRNGKey) -> Params:
+        # Batches that are padding come last.
+        num_batches = jnp.sum(jnp.any(batches.mask, axis=1))
+        num_steps = epochs * num_batches
+
+        def one_step(index: Array, carry: LocalCarry) -> LocalCarry:
+            epoch, place = jnp.divmod(index, jnp.maximum(num_batches, 1))
+            batch = jax.tree.map(lambda leaf: leaf[place], batches)
+            return step(carry, batch, Progress(index, num_steps, epoch))
+
+        carry = start_training(params, sgd_step, key)
+        return jax.lax.fori_loop(0, num_steps, one_step, carry).params
+
+    return adapt
 
 
 def training_metrics(carry: LocalCarry) -> dict[str, Float[Array, ""]]:
@@ -304,6 +407,7 @@ def partial_personalization(
             gradient, state.opt_state, state.shared
         )
         shared = optax.apply_updates(state.shared, updates)
+        shared = adopt_statistics(shared, update.mean)
         return state._replace(shared=shared, opt_state=opt_state)
 
     return Algorithm(

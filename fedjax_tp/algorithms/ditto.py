@@ -11,6 +11,7 @@ from fedjax_tp.algorithms.base import (
     LocalCarry,
     Message,
     Update,
+    is_nothing,
     partial_personalization,
     proximal,
     sgd,
@@ -55,7 +56,7 @@ def ditto(task: Task, optimizer: ClientOptimizer, *, strength: float) -> Algorit
         metrics = training_metrics(carry.personal)
         return Update(carry.shared.params, None, carry.personal.params, metrics)
 
-    average = partial_personalization("ditto", task, optimizer, lambda path: False)
+    average = partial_personalization("ditto", task, optimizer, is_nothing)
     return average._replace(
         init=lambda key: two_models(task, key),
         client_start=client_start,

@@ -14,6 +14,7 @@ import optax
 from fedjax_tp.algorithms.base import (
     Algorithm,
     ClientOptimizer,
+    is_nothing,
     partial_personalization,
 )
 from fedjax_tp.models.task import Task
@@ -85,5 +86,5 @@ def _with_server(
     server: optax.GradientTransformation,
 ) -> Algorithm:
     return partial_personalization(
-        name, task, optimizer, lambda path: False, server_optimizer=server
+        name, task, optimizer, is_nothing, server_optimizer=server
     )

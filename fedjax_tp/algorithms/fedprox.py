@@ -7,6 +7,7 @@ for all clients; the paper also lets slow clients stop early.
 from fedjax_tp.algorithms.base import (
     Algorithm,
     ClientOptimizer,
+    is_nothing,
     partial_personalization,
     proximal,
 )
@@ -16,5 +17,5 @@ from fedjax_tp.models.task import Task
 def fedprox(task: Task, optimizer: ClientOptimizer, *, mu: float) -> Algorithm:
     """Clients minimize F_k(w) + mu / 2 * |w - w_t|^2; `mu` 0 is FedAvg."""
     return partial_personalization(
-        "fedprox", task, optimizer, lambda path: False, correction=proximal(mu)
+        "fedprox", task, optimizer, is_nothing, correction=proximal(mu)
     )

@@ -18,6 +18,7 @@ from fedjax_tp.algorithms.base import (
     LocalCarry,
     Message,
     Update,
+    is_nothing,
     sgd,
     start_training,
     training_metrics,
@@ -36,12 +37,14 @@ from fedjax_tp.types import Array, Float, InputError, Int, Params, PRNGKey, Tree
 
 
 class FedTPState(NamedTuple):
-    """The server's state: xi, (phi, z), and their optimizers' states."""
+    """The server's state: xi, (phi, z), their optimizers' states, and what a client
+    starts from that keeps a part of the model."""
 
     shared: Params
     hypernetwork: Hypernetwork
     phi_opt_state: optax.OptState
     embedding_opt_state: optax.OptState
+    initial_kept: Params = None
 
 
 def fedtp(
@@ -54,6 +57,8 @@ def fedtp(
     embedding_optimizer: optax.GradientTransformation,
     move_unsampled: bool = False,
     is_personal: tree.PathPredicate = is_attention_projection,
+    is_kept: tree.PathPredicate = is_nothing,
+    name: str = "fedtp",
 ) -> Algorithm:
     """Builds FedTP for a task.
 
@@ -66,6 +71,8 @@ def fedtp(
       move_unsampled: step the whole table each round, with zero gradients for the
         clients that were not sampled, as the authors' code does.
       is_personal: names the emitted parameters by path.
+      is_kept: names those of the others that clients keep, as in FedPer.
+      name: of the algorithm.
 
     Raises:
       InputError: the model has no parameter that `is_personal` names.
@@ -74,14 +81,15 @@ def fedtp(
     template, _ = tree.split(shapes, is_personal)
     if not jax.tree.leaves(template):
         raise InputError(
-            "fedtp needs a model with attention projections, this one has none; "
-            "allowed is a transformer, such as --model vit"
+            f"{name} needs a model with attention projections, this one has none; "
+            "allowed is a transformer (--model vit or char_transformer)"
         )
     sgd_step = sgd(optimizer.lr, optimizer.momentum, optimizer.weight_decay)
 
     def init(key: PRNGKey) -> FedTPState:
         # The same key as every other algorithm gives the model: equal starts.
-        personal, shared = tree.split(task.init(key), is_personal)
+        personal, others = tree.split(task.init(key), is_personal)
+        kept, shared = tree.split(others, is_kept)
         hyper = init_hypernetwork(
             jax.random.fold_in(key, 1), personal, num_clients, hypernetwork
         )
@@ -90,6 +98,7 @@ def fedtp(
             hyper,
             phi_optimizer.init(hyper.phi),
             embedding_optimizer.init(hyper.embeddings),
+            kept,
         )
 
     def broadcast(state: FedTPState, ids: Int[Array, " cohort"]) -> Message:
@@ -99,12 +108,15 @@ def fedtp(
         )
 
     def client_start(message: Message, kept: Tree, key: PRNGKey) -> LocalCarry:
-        params = tree.merge(message.shared, message.personal)
-        return start_training(params, sgd_step, key)
+        return start_training(client_params(message, kept), sgd_step, key)
+
+    def client_params(message: Message, kept: Tree) -> Params:
+        return tree.merge(tree.merge(message.shared, message.personal), kept)
 
     def client_finish(message: Message, carry: LocalCarry) -> Update:
-        personal, shared = tree.split(carry.params, is_personal)
-        return Update(shared, personal, None, training_metrics(carry))
+        personal, others = tree.split(carry.params, is_personal)
+        kept, shared = tree.split(others, is_kept)
+        return Update(shared, personal, kept, training_metrics(carry))
 
     def server_update(
         state: FedTPState,
@@ -131,20 +143,19 @@ def fedtp(
             Hypernetwork(phi, embeddings),
             phi_opt_state,
             embedding_opt_state,
+            state.initial_kept,
         )
 
     return Algorithm(
-        name="fedtp",
+        name=name,
         init=init,
-        init_kept=lambda state: None,
+        init_kept=lambda state: state.initial_kept,
         broadcast=broadcast,
         client_start=client_start,
         client_step=training_step(task, sgd_step),
         client_finish=client_finish,
         server_update=server_update,
-        client_params=lambda message, kept: tree.merge(
-            message.shared, message.personal
-        ),
+        client_params=client_params,
         hypernetwork_parameters=tree.num_elements(
             jax.eval_shape(init, jax.random.key(0)).hypernetwork
         ),

@@ -14,6 +14,8 @@ from fedjax_tp.algorithms.base import (
     Message,
     PartialState,
     Update,
+    adopt_statistics,
+    is_nothing,
     partial_personalization,
     proximal,
     sgd,
@@ -58,7 +60,7 @@ def pfedme(
         w = optax.incremental_update(
             carry.params, carry.reference, optimizer.lr * strength
         )
-        return carry._replace(reference=w)
+        return carry._replace(reference=adopt_statistics(w, carry.params))
 
     def client_finish(message: Message, carry: LocalCarry) -> Update:
         return Update(carry.reference, None, carry.params, training_metrics(carry))
@@ -67,9 +69,9 @@ def pfedme(
         state: PartialState, ids: Array, update: Update, weights: Array
     ) -> PartialState:
         shared = optax.incremental_update(update.mean, state.shared, beta)
-        return state._replace(shared=shared)
+        return state._replace(shared=adopt_statistics(shared, update.mean))
 
-    average = partial_personalization("pfedme", task, optimizer, lambda path: False)
+    average = partial_personalization("pfedme", task, optimizer, is_nothing)
     return average._replace(
         init=lambda key: two_models(task, key),
         client_start=client_start,

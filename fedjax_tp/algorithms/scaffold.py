@@ -18,7 +18,8 @@ from fedjax_tp.algorithms.base import (
     LocalCarry,
     Message,
     Update,
-    loss_and_gradient,
+    adopt_statistics,
+    descent,
     sgd,
     start_training,
     take_step,
@@ -79,13 +80,13 @@ def scaffold(
         carry: ScaffoldCarry, batch: Batch, progress: Progress
     ) -> ScaffoldCarry:
         local = carry.local
-        loss, gradient = loss_and_gradient(task, local, batch, progress)
+        found = descent(task, local, batch, progress)
         corrected = jax.tree.map(
-            lambda g, c, c_i: g - c_i + c, gradient, *local.reference
+            lambda g, c, c_i: g - c_i + c, found.gradient, *local.reference
         )
         return ScaffoldCarry(
-            take_step(sgd_step, local, batch, loss, corrected),
-            jax.tree.map(jnp.add, carry.gradients, gradient),
+            take_step(sgd_step, local, batch, found._replace(gradient=corrected)),
+            jax.tree.map(jnp.add, carry.gradients, found.gradient),
             carry.steps + 1,
         )
 
@@ -104,8 +105,9 @@ def scaffold(
     ) -> ScaffoldState:
         mean: ScaffoldMean = update.mean
         share = jnp.sum(weights > 0) / num_clients / mean.one
+        shared = optax.incremental_update(mean.params, state.shared, server_lr)
         return ScaffoldState(
-            optax.incremental_update(mean.params, state.shared, server_lr),
+            adopt_statistics(shared, mean.params),
             jax.tree.map(
                 lambda c, change: c + share * change, state.control, mean.change
             ),

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int, Num, Shaped
 
+from fedjax_tp.data import text
 from fedjax_tp.types import InputError, NumpyInts
 
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
@@ -31,44 +32,68 @@ _NORMALIZATION = {
 }
 
 Images = Num[np.ndarray, "_ height width channels"]
+Examples = Num[np.ndarray, "_ *example"]
+
+
+class Owners(NamedTuple):
+    """Who holds which examples by nature: the place of each one's owner in `names`."""
+
+    names: tuple[str, ...]
+    train: NumpyInts
+    test: NumpyInts
 
 
 class Dataset(NamedTuple):
-    """Labelled images, and what a model needs to know about them.
+    """Labelled images, or texts, and what a model needs to know about them.
 
     Attributes:
       name: the name it was asked for by.
-      x_train, x_test: images, uint8 where the source is.
-      y_train, y_test: labels 0..num_classes-1.
+      x_train, x_test: images, uint8 where the source is; of text, the place of each
+        character in `class_names`.
+      y_train, y_test: labels 0..num_classes-1; of text, the character that follows.
       class_names: one name for each label; for an .npz the label found in the file.
-      mean, std: per channel, in the units of the stored pixels.
+      mean, std: per channel, in the units of the stored pixels; 0 and 1 of text.
       superclass: coarse class of each class, or None.
       notices: what the loader left out or changed, to be shown to the user.
+      owners: who holds which examples by nature, or None.
     """
 
     name: str
-    x_train: Images
+    x_train: Examples
     y_train: Int[np.ndarray, " train"]
-    x_test: Images
+    x_test: Examples
     y_test: Int[np.ndarray, " test"]
     class_names: tuple[str, ...]
     mean: Float[np.ndarray, " channels"]
     std: Float[np.ndarray, " channels"]
     superclass: NumpyInts | None = None
     notices: tuple[str, ...] = ()
+    owners: Owners | None = None
 
     @property
     def num_classes(self) -> int:
         return len(self.class_names)
 
+    @property
+    def is_text(self) -> bool:
+        return self.x_train.ndim == 2
 
-def load(name: str, data_dir: str | None = None) -> Dataset:
+
+def load(
+    name: str,
+    data_dir: str | None = None,
+    *,
+    sequence_length: int = 80,
+    stride: int | None = None,
+) -> Dataset:
     """Loads a data set by name.
 
     Args:
-      name: `digits`, `fashion_mnist`, `cifar10`, `cifar100`, `npz:PATH`,
-        `folder:PATH` or `tfds:NAME`.
+      name: `digits`, `fashion_mnist`, `cifar10`, `cifar100`, `shakespeare`,
+        `npz:PATH`, `folder:PATH`, `tfds:NAME` or `leaf:PATH`.
       data_dir: where prepared TFDS sets (or Fashion-MNIST's IDX files) lie.
+      sequence_length: of Shakespeare's examples, in characters.
+      stride: characters between two of them; None for `sequence_length`.
 
     Raises:
       InputError: unknown name, a set that is not there, or content that cannot be
@@ -77,9 +102,11 @@ def load(name: str, data_dir: str | None = None) -> Dataset:
     kind, _, argument = name.partition(":")
     if kind in _WITH_ARGUMENT and argument:
         return _WITH_ARGUMENT[kind](name, argument, data_dir)
+    if name == "shakespeare":
+        return _shakespeare(name, sequence_length, stride)
     if name in _NAMED:
         return _NAMED[name](name, data_dir)
-    known = ", ".join([*_NAMED, "npz:PATH", "folder:PATH", "tfds:NAME"])
+    known = ", ".join([*_NAMED, "shakespeare", *(f"{k}:PATH" for k in _WITH_ARGUMENT)])
     raise InputError(f"unknown dataset {name!r}; known are {known}")
 
 
@@ -100,9 +127,30 @@ def stratified_split(
 
 
 def hold_out(dataset: Dataset) -> Dataset:
-    """A fifth of each class of the training examples in the place of the test split."""
-    train, validation = stratified_split(dataset.y_train, test_fraction=0.2, seed=1)
+    """A fifth of the training examples in the place of the test split.
+
+    Of each class a random fifth; where examples have owners, the last of each owner's:
+    what follows in a text is no fair test of a gap in it.
+    """
+    owners = dataset.owners
+    if owners is None:
+        train, validation = stratified_split(dataset.y_train, test_fraction=0.2, seed=1)
+    else:
+        held = [np.flatnonzero(owners.train == i) for i in range(len(owners.names))]
+        train, validation = (
+            np.concatenate(parts)
+            for parts in zip(
+                *(np.split(part, [len(part) - len(part) // 5]) for part in held),
+                strict=True,
+            )
+        )
+        owners = owners._replace(
+            train=owners.train[train], test=owners.train[validation]
+        )
+    if len(validation) == 0:
+        raise InputError(f"dataset {dataset.name} is too small to hold a fifth out")
     return dataset._replace(
+        owners=owners,
         x_train=dataset.x_train[train],
         y_train=dataset.y_train[train],
         x_test=dataset.x_train[validation],
@@ -513,6 +561,85 @@ def _resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
     return np.asarray(resized).reshape(height, width, -1)
 
 
+def _shakespeare(name: str, length: int, stride: int | None) -> Dataset:
+    stride = length if stride is None else stride
+    for what, value in (("sequence length", length), ("stride", stride)):
+        if value < 1:
+            raise InputError(f"{what} is {value}; allowed is 1 or more")
+    roles = {
+        role: text.split_lines(lines) for role, lines in text.shakespeare().items()
+    }
+    characters = text.alphabet(part for parts in roles.values() for part in parts)
+    examples = {
+        role: [
+            text.windows(text.encode(part, characters), length, stride)
+            for part in parts
+        ]
+        for role, parts in roles.items()
+    }
+    return _by_owner(name, examples, characters)
+
+
+def _leaf(name: str, folder: str, data_dir: str | None) -> Dataset:
+    splits = [text.read_leaf(folder, split) for split in ("train", "test")]
+    users = sorted(set(splits[0].x) & set(splits[1].x))
+    values = [v for s in splits for u in s.x for v in (*s.x[u], *s.y[u])]
+    lengths = {len(v) for s in splits for x in s.x.values() for v in x if v}
+    if not all(isinstance(value, str) for value in values) or len(lengths) != 1:
+        raise InputError(
+            f"{folder}: x must be texts of one length and y the character after each, "
+            f"as in LEAF's Shakespeare; found lengths {sorted(lengths)[:5]}"
+        )
+    if not all(len(v) == 1 for s in splits for y in s.y.values() for v in y):
+        raise InputError(f"{folder}: y must be single characters")
+    characters = text.alphabet(values)
+
+    def of_user(split: text.LeafSplit, user: str) -> text.TextExamples:
+        x = text.encode("".join(split.x[user]), characters)
+        y = text.encode("".join(split.y[user]), characters)
+        return text.TextExamples(x.reshape(len(y), -1), y.astype(np.int32))
+
+    examples = {u: [of_user(split, u) for split in splits] for u in users}
+    found = _by_owner(name, examples, characters)
+    missing = len({*splits[0].x, *splits[1].x}) - len(users)
+    more = (f"{missing} users are in one split alone, left out",) if missing else ()
+    return found._replace(notices=found.notices + more)
+
+
+def _by_owner(
+    name: str, examples: dict[str, list[text.TextExamples]], characters: str
+) -> Dataset:
+    """A data set of texts; who lacks a training or a test example is left out."""
+    named = {k: v for k, v in examples.items() if all(len(part.y) for part in v)}
+    if not named:
+        raise InputError(
+            f"dataset {name}: no client has both a training and a test example; a "
+            "smaller --sequence-length needs less text"
+        )
+    short = len(examples) - len(named)
+    notices = (f"{short} clients have too little text, left out",) if short else ()
+    owners = [
+        np.repeat(np.arange(len(named)), [len(parts[i].y) for parts in named.values()])
+        for i in range(2)
+    ]
+    x, y = (
+        [np.concatenate([getattr(p[i], f) for p in named.values()]) for i in range(2)]
+        for f in ("x", "y")
+    )
+    return Dataset(
+        name,
+        x[0],
+        y[0],
+        x[1],
+        y[1],
+        tuple(characters),
+        np.zeros(1, np.float32),
+        np.ones(1, np.float32),
+        notices=notices,
+        owners=Owners(tuple(named), *owners),
+    )
+
+
 _NAMED: dict[str, Callable[[str, str | None], Dataset]] = {
     "digits": _digits,
     "fashion_mnist": _fashion_mnist,
@@ -524,4 +651,5 @@ _WITH_ARGUMENT: dict[str, Callable[[str, str, str | None], Dataset]] = {
     "npz": _npz,
     "folder": _folder,
     "tfds": _tfds,
+    "leaf": _leaf,
 }

@@ -302,7 +302,7 @@ def make_partition(
       InputError: unknown scheme, or settings that are not allowed or cannot be met.
     """
     if scheme not in SCHEMES:
-        known = ", ".join([*SCHEMES, "file:PATH"])
+        known = ", ".join([*SCHEMES, "natural", "file:PATH"])
         raise InputError(f"unknown partition {scheme!r}; known are {known}")
     check_settings(request)
     if request.num_clients > len(request.labels):
@@ -314,6 +314,39 @@ def make_partition(
     shares = SCHEMES[scheme](request, rng)
     parts = (deal(request.labels, shares, rng), deal(test_labels, shares, rng))
     return _without_empty_clients(Partition(*parts), scheme)
+
+
+def natural(
+    owners: tuple[NumpyInts, NumpyInts],
+    total: int,
+    num_clients: int | None,
+    *,
+    seed: int,
+) -> Partition:
+    """Every owner of examples a client; some of them drawn at random if asked for.
+
+    Args:
+      owners: of each training and each test example, 0..total-1.
+      total: number of owners.
+      num_clients: so many of them; None for all.
+      seed: of the draw.
+
+    Raises:
+      InputError: more clients than owners, or less than one.
+    """
+    wanted = total if num_clients is None else num_clients
+    if not 1 <= wanted <= total:
+        raise InputError(
+            f"number of clients is {wanted}; this data has 1 to {total} by nature"
+        )
+    drawn = np.sort(np.random.default_rng(seed).permutation(total)[:wanted])
+
+    def held(owner: NumpyInts) -> tuple[NumpyInts, ...]:
+        order = np.argsort(owner, kind="stable")
+        bounds = np.searchsorted(owner[order], np.arange(total + 1))
+        return tuple(order[bounds[i] : bounds[i + 1]] for i in drawn)
+
+    return _without_empty_clients(Partition(*map(held, owners)), "natural")
 
 
 def check_settings(request: Request) -> None:

@@ -5,6 +5,8 @@ projection, so that a path ending in `attention/qkv` names all of what FedTP mak
 personal, and one contraction writes queries, keys and values head by head.
 """
 
+from functools import partial
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,9 @@ from jax.nn.initializers import variance_scaling
 
 from fedjax_tp.models.layers import Dropout, Linear
 from fedjax_tp.types import Array, Float
+
+MAPS = "maps"
+"""The collection into which attention layers sow their weights, if it is mutable."""
 
 _uniform_qkv = variance_scaling(
     1 / 3, "fan_in", "uniform", in_axis=0, out_axis=(1, 2, 3)
@@ -27,35 +32,54 @@ def attention(
     q: Float[Array, "*batch queries head_dim"],
     k: Float[Array, "*batch keys head_dim"],
     v: Float[Array, "*batch keys head_dim"],
+    *,
+    causal: bool = False,
 ) -> Float[Array, "*batch queries head_dim"]:
     """softmax(q k^T / sqrt(head_dim)) v (Vaswani et al. 2017, equation 1).
 
     Gradients are written by hand: five matrix products in this layout, and the
     softmax's as a * (g - sum(a * g)). The softmax is computed in float32 whatever the
     inputs are.
+
+    Args:
+      q, k, v: queries, keys and values.
+      causal: a query sees the keys up to its own place alone.
     """
-    return _attention(q, k, v)
+    return _attention(causal, q, k, v)
 
 
-def _weights(q: Array, k: Array) -> Array:
-    """softmax(q k^T / sqrt(head_dim)) in float32."""
+def attention_weights(
+    q: Float[Array, "*batch queries head_dim"],
+    k: Float[Array, "*batch keys head_dim"],
+    *,
+    causal: bool = False,
+) -> Float[Array, "*batch queries keys"]:
+    """softmax(q k^T / sqrt(head_dim)) in float32; see `attention`."""
     scores = jnp.matmul(
         q * q.shape[-1] ** -0.5, k.mT, preferred_element_type=jnp.float32
     )
+    if causal:
+        is_seen = jnp.tri(q.shape[-2], k.shape[-2], dtype=bool)
+        scores = jnp.where(is_seen, scores, -jnp.inf)
     return jax.nn.softmax(scores)
 
 
-@jax.custom_vjp
-def _attention(q: Array, k: Array, v: Array) -> Array:
-    return jnp.matmul(_weights(q, k).astype(v.dtype), v)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(causal: bool, q: Array, k: Array, v: Array) -> Array:
+    return _attention_forward(causal, q, k, v)[0]
 
 
-def _attention_forward(q: Array, k: Array, v: Array) -> tuple[Array, tuple]:
-    weights = _weights(q, k).astype(v.dtype)
+def _attention_forward(
+    causal: bool, q: Array, k: Array, v: Array
+) -> tuple[Array, tuple]:
+    weights = attention_weights(q, k, causal=causal).astype(v.dtype)
     return jnp.matmul(weights, v), (q, k, v, weights)
 
 
-def _attention_backward(residuals: tuple, d_out: Array) -> tuple[Array, Array, Array]:
+def _attention_backward(
+    causal: bool, residuals: tuple, d_out: Array
+) -> tuple[Array, Array, Array]:
+    # Where a key is not seen its weight is 0, and so is its score's gradient.
     q, k, v, weights = residuals
     d_v = jnp.matmul(weights.mT, d_out)
     d_weights = jnp.matmul(d_out, v.mT, preferred_element_type=jnp.float32)
@@ -73,6 +97,7 @@ def multi_head_attention(
     qkv: Float[Array, "dim 3 heads head_dim"],
     out: Float[Array, "heads head_dim width"],
     *,
+    causal: bool = False,
     cache_bytes: int = 8 << 20,
 ) -> Float[Array, "batch tokens width"]:
     """Self-attention with its projections: sum_h attention(x Q_h, x K_h, x V_h) O_h.
@@ -85,42 +110,46 @@ def multi_head_attention(
       x: activations.
       qkv: query, key and value projections, without bias.
       out: output projection.
+      causal: a token sees those up to its own place alone.
       cache_bytes: about the share of the last levels of cache that one core has.
     """
     if jax.default_backend() != "cpu":
         q, k, v = jnp.einsum("bnd,dthe->tbnhe", x, qkv)
-        return jnp.einsum("bnhe,hew->bnw", jax.nn.dot_product_attention(q, k, v), out)
+        attended = jax.nn.dot_product_attention(q, k, v, is_causal=causal)
+        return jnp.einsum("bnhe,hew->bnw", attended, out)
     batch, tokens, _ = x.shape
     _, _, heads, head_dim = qkv.shape
     # What the backward pass of attention alone reads and writes.
     numbers = batch * heads * tokens * (8 * head_dim + 3 * tokens)
     if numbers * x.dtype.itemsize <= cache_bytes:
-        return _all_heads(x, qkv, out)
-    return _head_by_head(x, jnp.transpose(qkv, (2, 1, 0, 3)), out)
+        return _all_heads(causal, x, qkv, out)
+    return _head_by_head(causal, x, jnp.transpose(qkv, (2, 1, 0, 3)), out)
 
 
-def _all_heads(x: Array, qkv: Array, out: Array) -> Array:
+def _all_heads(causal: bool, x: Array, qkv: Array, out: Array) -> Array:
     # The weights are cut in three, not the projections: those are larger.
     q, k, v = (jnp.einsum("bnd,dhe->bhne", x, qkv[:, i]) for i in range(3))
-    heads = jnp.moveaxis(_attention(q, k, v), 1, 2)
+    heads = jnp.moveaxis(_attention(causal, q, k, v), 1, 2)
     return heads.reshape(*x.shape[:2], -1) @ out.reshape(-1, out.shape[-1])
 
 
-@jax.custom_vjp
-def _head_by_head(x: Array, qkv: Array, out: Array) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _head_by_head(causal: bool, x: Array, qkv: Array, out: Array) -> Array:
     """`multi_head_attention` with `qkv` as [heads, 3, dim, head_dim]."""
-    return _head_by_head_forward(x, qkv, out)[0]
+    return _head_by_head_forward(causal, x, qkv, out)[0]
 
 
-def _head_by_head_forward(x: Array, qkv: Array, out: Array) -> tuple[Array, tuple]:
+def _head_by_head_forward(
+    causal: bool, x: Array, qkv: Array, out: Array
+) -> tuple[Array, tuple]:
     batch, tokens, dim = x.shape
     rows = x.reshape(batch * tokens, dim)
 
     def one_head(total: Array, weights: tuple[Array, Array]) -> tuple[Array, tuple]:
         q, k, v = ((rows @ w).reshape(batch, tokens, -1) for w in weights[0])
-        attended, (*_, attention_weights) = _attention_forward(q, k, v)
+        attended, (*_, attends_to) = _attention_forward(causal, q, k, v)
         total = total + _rows(attended) @ weights[1]
-        return total, (q, k, v, attention_weights, attended)
+        return total, (q, k, v, attends_to, attended)
 
     zeros = jnp.zeros((batch * tokens, out.shape[-1]), x.dtype)
     total, by_head = jax.lax.scan(one_head, zeros, (qkv, out))
@@ -128,7 +157,7 @@ def _head_by_head_forward(x: Array, qkv: Array, out: Array) -> tuple[Array, tupl
 
 
 def _head_by_head_backward(
-    residuals: tuple, d_total: Array
+    causal: bool, residuals: tuple, d_total: Array
 ) -> tuple[Array, Array, Array]:
     x, qkv, out, by_head = residuals
     d_rows = _rows(d_total)
@@ -137,9 +166,9 @@ def _head_by_head_backward(
     columns = jax.lax.optimization_barrier(_rows(x).T)
 
     def one_head(d_x: Array, inputs: tuple) -> tuple[Array, tuple[Array, Array]]:
-        weights, out, (q, k, v, attention_weights, attended) = inputs
+        weights, out, (q, k, v, attends_to, attended) = inputs
         d_attended = (d_rows @ out.T).reshape(attended.shape)
-        d_qkv = _attention_backward((q, k, v, attention_weights), d_attended)
+        d_qkv = _attention_backward(causal, (q, k, v, attends_to), d_attended)
         d_weights = jnp.stack([columns @ _rows(d) for d in d_qkv])
         for d, w in zip(d_qkv, weights, strict=True):
             d_x = d_x + _rows(d) @ w.T
@@ -164,11 +193,16 @@ class SelfAttention(nn.Module):
     Attributes:
       heads, head_dim: heads * head_dim need not equal the width of x.
       dropout: rate after the output projection; attention weights have none.
+      causal: a token sees those up to its own place alone.
+
+    Sows its attention weights, `[batch, heads, tokens, tokens]`, as
+    `attention_weights` where the collection `MAPS` is mutable.
     """
 
     heads: int
     head_dim: int
     dropout: float = 0.0
+    causal: bool = False
 
     @nn.compact
     def __call__(
@@ -178,5 +212,9 @@ class SelfAttention(nn.Module):
         qkv = self.param("qkv", _uniform_qkv, (dim, 3, self.heads, self.head_dim))
         kernel, bias = Linear(dim, name="out").weights(self.heads * self.head_dim)
         kernel = kernel.reshape(self.heads, self.head_dim, dim)
-        x = multi_head_attention(x, qkv, kernel) + bias
+        if self.is_mutable_collection(MAPS) and not self.is_initializing():
+            q, k = (jnp.einsum("bnd,dhe->bhne", x, qkv[:, i]) for i in range(2))
+            weights = attention_weights(q, k, causal=self.causal)
+            self.sow(MAPS, "attention_weights", weights)
+        x = multi_head_attention(x, qkv, kernel, causal=self.causal) + bias
         return Dropout(self.dropout)(x, deterministic=deterministic)

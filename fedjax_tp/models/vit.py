@@ -66,6 +66,7 @@ class Block(nn.Module):
     head_dim: int
     mlp_dim: int
     dropout: float
+    causal: bool = False
 
     @nn.compact
     def __call__(
@@ -73,7 +74,7 @@ class Block(nn.Module):
     ) -> Float[Array, "batch tokens dim"]:
         normed = nn.LayerNorm(LAYER_NORM_EPSILON, name="attention_norm")(x)
         attend = SelfAttention(
-            self.heads, self.head_dim, self.dropout, name="attention"
+            self.heads, self.head_dim, self.dropout, self.causal, name="attention"
         )
         x = x + attend(normed, deterministic=deterministic)
         normed = nn.LayerNorm(LAYER_NORM_EPSILON, name="mlp_norm")(x)
@@ -124,4 +125,5 @@ class ViT(nn.Module):
             )
             x = block(x, deterministic=deterministic)
         x = nn.LayerNorm(LAYER_NORM_EPSILON, name="head_norm")(x[:, 0])
+        self.sow("intermediates", "features", x)
         return Linear(self.num_classes, name="head")(x)

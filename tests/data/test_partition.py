@@ -196,3 +196,23 @@ def test_a_partition_file_with_another_number_of_clients_is_refused(tmp_path):
     path.write_text('{"train": [[0]], "test": [[0]]}')
     with pytest.raises(InputError, match="number of clients is 5"):
         partition.read_partition(path, 1, 1, num_clients=5)
+
+
+def test_natural_clients_are_the_owners_or_some_of_them():
+    owners = (np.array([2, 0, 1, 2, 0, 3]), np.array([0, 1, 2, 3, 3]))
+    every = partition.natural(owners, 4, None, seed=0)
+    assert [part.tolist() for part in every.train] == [[1, 4], [2], [0, 3], [5]]
+    assert [part.tolist() for part in every.test] == [[0], [1], [2], [3, 4]]
+    some = partition.natural(owners, 4, 2, seed=0)
+    held = {tuple(part.tolist()) for part in every.train}
+    assert some.num_clients == 2
+    assert {tuple(part.tolist()) for part in some.train} < held
+    seeds = {
+        tuple(map(tuple, partition.natural(owners, 4, 2, seed=s).train))
+        for s in range(9)
+    }
+    assert len(seeds) > 1
+    with pytest.raises(
+        InputError, match="number of clients is 5; this data has 1 to 4"
+    ):
+        partition.natural(owners, 4, 5, seed=0)

@@ -11,14 +11,17 @@ from jax.test_util import check_grads
 from fedjax_tp.models.attention import attention, multi_head_attention
 
 
-def plain_attention(q, k, v):
+def plain_attention(q, k, v, causal=False):
     scores = jnp.einsum("...qd,...kd->...qk", q, k) / q.shape[-1] ** 0.5
+    if causal:
+        later = np.triu(np.ones(scores.shape[-2:], bool), 1)
+        scores = scores - 1e30 * later
     return jnp.einsum("...qk,...kd->...qd", jax.nn.softmax(scores), v)
 
 
-def plain_multi_head(x, qkv, out):
+def plain_multi_head(x, qkv, out, causal=False):
     q, k, v = jnp.einsum("bnd,dthe->tbhne", x, qkv)
-    return jnp.einsum("bhne,hew->bnw", plain_attention(q, k, v), out)
+    return jnp.einsum("bhne,hew->bnw", plain_attention(q, k, v, causal), out)
 
 
 def with_gradients(function, cotangent, *inputs):
@@ -71,6 +74,20 @@ def test_multi_head_attention_is_the_formula_with_its_gradients(cache_bytes):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("cache_bytes", [1 << 30, 0])
+def test_causal_attention_is_the_formula_with_a_mask(cache_bytes):
+    inputs, cotangent = multi_head_inputs(np.random.default_rng(1))
+    found, expected = (
+        with_gradients(functools.partial(f, causal=True, **more), cotangent, *inputs)
+        for f, more in (
+            (multi_head_attention, {"cache_bytes": cache_bytes}),
+            (plain_multi_head, {}),
+        )
+    )
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize("cache_bytes", [1 << 30, 0])
 def test_clients_with_their_own_weights_are_each_computed_alone(cache_bytes):
@@ -102,16 +119,23 @@ def test_bfloat16_stays_bfloat16_and_near_float32(cache_bytes):
         assert error < 0.03
 
 
-def test_other_platforms_take_jaxs_attention(monkeypatch):
+@pytest.mark.parametrize("causal", [False, True])
+def test_other_platforms_take_jaxs_attention(monkeypatch, causal):
     inputs, cotangent = multi_head_inputs(np.random.default_rng(3))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     calls = []
     theirs = jax.nn.dot_product_attention
     monkeypatch.setattr(
-        jax.nn, "dot_product_attention", lambda *qkv: calls.append(1) or theirs(*qkv)
+        jax.nn,
+        "dot_product_attention",
+        lambda *qkv, **more: calls.append(1) or theirs(*qkv, **more),
     )
-    found = with_gradients(multi_head_attention, cotangent, *inputs)
-    expected = with_gradients(plain_multi_head, cotangent, *inputs)
+    found = with_gradients(
+        functools.partial(multi_head_attention, causal=causal), cotangent, *inputs
+    )
+    expected = with_gradients(
+        functools.partial(plain_multi_head, causal=causal), cotangent, *inputs
+    )
     assert calls
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)

@@ -24,10 +24,17 @@ def test_every_client_is_measured_with_its_own_parameters(small_task, name, chun
     algorithm = REGISTRY[name](Setting(small_task, 3))
     state = init_state(algorithm, 3, KEY)
     train = federate_sizes([9, 9, 9], seed=1)
-    advance = make_advance(algorithm, 2, LocalSchedule(3, 2, 9, 2), 2)
+    schedule = LocalSchedule(3, 2, 9, 2)
+    advance = make_advance(algorithm, 2, schedule, 2)
     state, _ = advance(state, train, KEY, 0, 2)
-    evaluate = make_evaluate(algorithm, small_task, capacity=300, chunk_size=chunk_size)
-    found = evaluate(state, data)
+    evaluate = make_evaluate(
+        algorithm,
+        small_task,
+        capacity=300,
+        chunk_size=chunk_size,
+        schedule=schedule,
+    )
+    found = evaluate(state, data, train)
     for client, size in enumerate(sizes):
         rows = int(data.start[client]) + np.arange(size)
         message = algorithm.broadcast(state.server, jnp.array([client]))

@@ -133,9 +133,9 @@ def test_a_mesh_gives_the_result_of_one_device(small_task, name):
         inputs = jax.device_put((data, KEY), everywhere)
         state, records = make_advance(algorithm, 3, schedule, 4)(state, *inputs, 0, 4)
         evaluate = make_evaluate(
-            algorithm, small_task, capacity=7, chunk_size=2, mesh=mesh
+            algorithm, small_task, capacity=7, chunk_size=2, schedule=schedule
         )
-        found = evaluate(state, jax.device_put(test, everywhere))
+        found = evaluate(state, jax.device_put(test, everywhere), inputs[0])
         results.append(jax.device_get((state, records, found)))
     for a, b in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)
@@ -168,17 +168,24 @@ def test_seeds_at_once_are_the_seeds_one_by_one(small_task, name):
         states, stacked, keys, 0, 4
     )
     evaluate_all = make_evaluate(
-        algorithm, small_task, capacity=30, chunk_size=2, over_seeds=True
+        algorithm,
+        small_task,
+        capacity=30,
+        chunk_size=2,
+        schedule=SCHEDULE,
+        over_seeds=True,
     )
-    evaluate = make_evaluate(algorithm, small_task, capacity=30, chunk_size=2)
+    evaluate = make_evaluate(
+        algorithm, small_task, capacity=30, chunk_size=2, schedule=SCHEDULE
+    )
     advance = make_advance(algorithm, 3, SCHEDULE, 4)
-    all_found = evaluate_all(together, stacked)
+    all_found = evaluate_all(together, stacked, stacked)
     for i in range(2):
         own = data._replace(
             **{n: getattr(stacked, n)[i] for n in ("rows", "start", "size")}
         )
         alone, record = advance(init_state(algorithm, 6, keys[i]), own, keys[i], 0, 4)
-        found = evaluate(alone, own)
+        found = evaluate(alone, own, own)
         pairs = (
             jax.tree.map(lambda leaf, i=i: leaf[i], (together, all_found)),
             (alone, found),
@@ -212,10 +219,13 @@ def test_what_clients_keep_may_lie_elsewhere(small_task, name):
     if jax.tree.leaves(expected.kept):
         for dtype, matrix in tree.flatten_rows(expected.kept).items():
             np.testing.assert_allclose(elsewhere[dtype], matrix, atol=1e-6)
-    evaluate = make_evaluate(algorithm, small_task, capacity=7, chunk_size=2)
-    evaluate_rows = make_evaluate_rows(algorithm, small_task, capacity=7, chunk_size=2)
-    found = evaluate_rows(state.server, elsewhere, jnp.arange(6), test)
-    for a, b in zip(found, evaluate(expected, test), strict=True):
+    evaluate, evaluate_rows = (
+        make(algorithm, small_task, capacity=7, chunk_size=2, schedule=SCHEDULE)
+        for make in (make_evaluate, make_evaluate_rows)
+    )
+    found = evaluate_rows(state.server, elsewhere, jnp.arange(6), test, data)
+    pair = (found, evaluate(expected, test, data))
+    for a, b in zip(*map(jax.tree.leaves, pair), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
