@@ -9,51 +9,24 @@ with plots and report.html.
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-import tyro
 from jax.sharding import Mesh
 from rich.console import Console
 
 from experiments import cli, driver, launch, results, setup
-from experiments.flags import (
-    DataFlags,
-    DeviceFlags,
-    ModelFlags,
-    RunFlags,
-    TrainingFlags,
-)
+from experiments.flags import TrainingRunFlags
 from fedjax_tp import algorithms
-from fedjax_tp.algorithms import (
-    ClientOptimizer,
-    HypernetworkOptimizer,
-    MethodConfig,
-    Setting,
-)
-from fedjax_tp.hypernetwork import PAPER, HypernetworkConfig
+from fedjax_tp.hypernetwork import PAPER
 
 EXPERIMENT = "fedtp"
 
-_ungrouped = tyro.conf.arg(name="")
-
 
 @dataclass(frozen=True)
-class Flags:
+class Flags(TrainingRunFlags):
     """Flags of the main experiment."""
 
-    data: Annotated[DataFlags, _ungrouped] = DataFlags()
-    model: Annotated[ModelFlags, _ungrouped] = ModelFlags()
-    training: Annotated[TrainingFlags, _ungrouped] = TrainingFlags()
-    run: Annotated[RunFlags, _ungrouped] = RunFlags()
-    device: Annotated[DeviceFlags, _ungrouped] = DeviceFlags()
-    hypernetwork: HypernetworkConfig = field(
-        default=HypernetworkConfig(), metadata={"prefix": True}
-    )
-    server: HypernetworkOptimizer = field(
-        default=HypernetworkOptimizer(), metadata={"prefix": True}
-    )
-    method: MethodConfig = field(default=MethodConfig(), metadata={"prefix": True})
     preset: Literal["default", "paper", "paper100"] = "default"
     """Values of all flags not given: paper and paper100 are FedTP's protocol with 50
     and 100 clients on CIFAR-10."""
@@ -108,19 +81,7 @@ def _run_on(mesh: Mesh, flags: Flags, console: Console) -> None:
     prepared = setup.make_setup(
         flags.data, flags.model, flags.training, flags.run, mesh
     )
-    setting = Setting(
-        prepared.task,
-        prepared.num_clients,
-        ClientOptimizer(
-            flags.training.client_lr,
-            flags.training.client_momentum,
-            flags.training.client_weight_decay,
-        ),
-        flags.hypernetwork,
-        flags.server,
-        flags.method,
-    )
-    algorithms.check_setting(setting)
+    setting = setup.make_setting(flags, prepared)
     built, notes = algorithms.build_all(flags.training.algorithms, setting)
     prepared = prepared._replace(notices=prepared.notices + notes)
     limit = launch.memory_limit(flags.device, mesh)

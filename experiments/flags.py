@@ -1,7 +1,14 @@
 """The groups of flags that experiments share; a field's docstring is its help."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import tyro
+
+from fedjax_tp.algorithms import HypernetworkOptimizer, MethodConfig
+from fedjax_tp.hypernetwork import HypernetworkConfig
+
+_ungrouped = tyro.conf.arg(name="")
 
 
 @dataclass(frozen=True)
@@ -129,3 +136,21 @@ class DeviceFlags:
     device; auto: where it would take a quarter of the device's memory."""
     tune_process: bool = True
     """On CPU, start the process anew with its buffers in huge pages."""
+
+
+@dataclass(frozen=True)
+class TrainingRunFlags:
+    """Flags of an experiment that trains algorithms on clients."""
+
+    data: Annotated[DataFlags, _ungrouped] = DataFlags()
+    model: Annotated[ModelFlags, _ungrouped] = ModelFlags()
+    training: Annotated[TrainingFlags, _ungrouped] = TrainingFlags()
+    run: Annotated[RunFlags, _ungrouped] = RunFlags()
+    device: Annotated[DeviceFlags, _ungrouped] = DeviceFlags()
+    hypernetwork: HypernetworkConfig = field(
+        default=HypernetworkConfig(), metadata={"prefix": True}
+    )
+    server: HypernetworkOptimizer = field(
+        default=HypernetworkOptimizer(), metadata={"prefix": True}
+    )
+    method: MethodConfig = field(default=MethodConfig(), metadata={"prefix": True})

@@ -45,12 +45,12 @@ def print_plan(
         f"({jax.devices()[0].device_kind})"
         + (f", {len(setup.seeds)} seeds at once" if len(setup.seeds) > 1 else ""),
     )
-    _show(console, plan_table(plans))
+    show(console, plan_table(plans))
     resident = launch.resident_bytes()
     if jax.default_backend() == "cpu" and resident is not None:
         needed = resident + process_bytes(setup, plans)
         console.print(
-            f"about {_human(needed)} of this machine's memory in all, with what "
+            f"about {human(needed)} of this machine's memory in all, with what "
             "compilation and checkpoints take"
         )
     for notice in setup.notices:
@@ -94,9 +94,9 @@ def plan_table(plans: dict[str, Plan]) -> report.Table:
             name,
             f"{plan.client_parameters:,}",
             f"{plan.hypernetwork_parameters:,}",
-            _human(plan.bytes_down),
-            _human(plan.bytes_up),
-            _human(plan.memory_bytes),
+            human(plan.bytes_down),
+            human(plan.bytes_up),
+            human(plan.memory_bytes),
         ]
         for name, plan in plans.items()
     ]
@@ -104,7 +104,8 @@ def plan_table(plans: dict[str, Plan]) -> report.Table:
     return report.Table(title, header, cells)
 
 
-def _show(console: Console, table: report.Table) -> None:
+def show(console: Console, table: report.Table) -> None:
+    """Prints a table."""
     shown = Table(title=table.title, title_justify="left")
     for column in table.header:
         shown.add_column(column, justify="left" if column == "algorithm" else "right")
@@ -113,7 +114,8 @@ def _show(console: Console, table: report.Table) -> None:
     console.print(shown)
 
 
-def _human(num_bytes: float) -> str:
+def human(num_bytes: float) -> str:
+    """Bytes in a unit that reads well."""
     for unit in ("B", "kB", "MB"):
         if num_bytes < 1000:
             return f"{num_bytes:.3g} {unit}"
@@ -178,8 +180,8 @@ def plan_all(
             smaller.insert(0, "--devices")
         needed = hungriest._replace(lanes=training.lanes or 1).memory_bytes
         raise InputError(
-            f"{name} needs about {_human(needed)} on each of {mesh_size} devices; "
-            f"{_human(limit_bytes or 0)} are free; to make it fit, lower "
+            f"{name} needs about {human(needed)} on each of {mesh_size} devices; "
+            f"{human(limit_bytes or 0)} are free; to make it fit, lower "
             f"{', '.join(smaller)}"
         )
     return (
@@ -233,7 +235,7 @@ def write_results(
     folder.write_csv(out / "clients.csv", client_rows(setup, outcomes))
     pictures = draw(out, setup, outcomes, rows)
     accuracy = results_table(outcomes, summaries)
-    _show(console, accuracy)
+    show(console, accuracy)
     notices = [*setup.notices, *left_out_notices(rows)]
     for notice in notices[len(setup.notices) :]:
         console.print(f"note: {notice}")

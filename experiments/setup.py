@@ -20,8 +20,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from experiments.cli import to_flat
-from experiments.flags import DataFlags, ModelFlags, RunFlags, TrainingFlags
+from experiments.flags import (
+    DataFlags,
+    ModelFlags,
+    RunFlags,
+    TrainingFlags,
+    TrainingRunFlags,
+)
 from experiments.launch import replicate
+from fedjax_tp.algorithms import ClientOptimizer, Setting, check_setting
 from fedjax_tp.data import catalog, partition, shift
 from fedjax_tp.data.federated import FederatedDataset, federate
 from fedjax_tp.io import folder, metrics
@@ -170,6 +177,28 @@ def make_setup(
     return Setup(
         dataset, seeds, partitions, train, test, task, cohort, schedule, notices
     )
+
+
+def make_setting(flags: TrainingRunFlags, prepared: Setup) -> Setting:
+    """All that algorithms are built from.
+
+    Raises:
+      InputError: a value that some algorithm would refuse.
+    """
+    setting = Setting(
+        prepared.task,
+        prepared.num_clients,
+        ClientOptimizer(
+            flags.training.client_lr,
+            flags.training.client_momentum,
+            flags.training.client_weight_decay,
+        ),
+        flags.hypernetwork,
+        flags.server,
+        flags.method,
+    )
+    check_setting(setting)
+    return setting
 
 
 def default_lanes(cohort: int, mesh: Mesh) -> int:

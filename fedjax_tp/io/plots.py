@@ -159,6 +159,39 @@ def label_distribution(
     _save(figure, path)
 
 
+def comparison(
+    path: Path, groups: Mapping[str, Mapping[str, tuple[float, float]]]
+) -> None:
+    """Accuracy of every algorithm, best on top, one panel a group.
+
+    Args:
+      path: of the PNG.
+      groups: for each data set and partition, for each algorithm: mean and standard
+        deviation over seeds, as shares.
+    """
+    longest = max(map(len, groups.values()))
+    figure, panels = plt.subplots(
+        1,
+        len(groups),
+        figsize=(4.6 * len(groups) + 1, 0.24 * longest + 1.3),
+        squeeze=False,
+        layout="constrained",
+    )
+    for axes, (group, found) in zip(panels.flat, groups.items(), strict=True):
+        ranked = sorted(found.items(), key=lambda item: item[1][0])
+        for place, (_, (mean, std)) in enumerate(ranked):
+            color = COLORS[0] if place == len(ranked) - 1 else "0.4"
+            axes.errorbar(
+                100 * mean, place, xerr=100 * std, fmt="o", color=color, ms=4, capsize=2
+            )
+        axes.set_yticks(range(len(ranked)), [name for name, _ in ranked], fontsize=8)
+        axes.set(xlabel="accuracy, %", ylim=(-0.7, len(ranked) - 0.3))
+        axes.set_title(group, fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="x", alpha=0.25)
+    _save(figure, path)
+
+
 def cost_of_rounds(
     path: Path,
     by_clients: Mapping[str, Mapping[int, float]],

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2 import Environment
+from markupsafe import Markup
 
 from fedjax_tp.io.folder import write_text
 
@@ -53,6 +54,11 @@ pre { padding: .8rem; overflow-x: auto; white-space: pre-wrap; }
 </body>
 </html>
 """
+
+
+def bold(text: str) -> Markup:
+    """The text in bold, for a cell of a table."""
+    return Markup("<b>{}</b>").format(text)
 
 
 class Table(NamedTuple):

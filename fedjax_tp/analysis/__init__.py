@@ -1,0 +1,1 @@
+"""Measures on trained models and on results; nothing here trains."""
