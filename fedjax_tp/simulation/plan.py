@@ -78,7 +78,8 @@ def make_plan(
     params = jax.eval_shape(algorithm.client_params, message, kept)
     residuals = jax.eval_shape(
         lambda p, b, k: jax.vjp(lambda q: task.loss(q, b, k), p)[1],
-        params,
+        # What a client uses may have more to it: a head of its own, say.
+        jax.eval_shape(task.init, key),
         jax.eval_shape(lambda: _empty_batch(data, schedule.batch_size)),
         key,
     )

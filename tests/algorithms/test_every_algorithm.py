@@ -13,6 +13,7 @@ from fedjax_tp.algorithms.base import Update, client_update
 from fedjax_tp.data.federated import shuffled
 from fedjax_tp.hypernetwork import HypernetworkConfig
 from fedjax_tp.simulation.cohort import LocalSchedule
+from fedjax_tp.simulation.plan import make_plan
 from fedjax_tp.simulation.rounds import init_state, make_advance
 from fedjax_tp.types import Batch
 from tests.conftest import federate_sizes
@@ -110,6 +111,15 @@ def test_a_round_is_its_clients_one_by_one(small_task, name):
     assert not records.is_finite.any()
     for a, b in zip(*map(jax.tree.leaves, (before, state)), strict=True):
         assert np.array_equal(a, b)
+
+
+def test_every_algorithm_can_be_planned(small_task):
+    data = federate_sizes(SIZES)
+    for name, build in REGISTRY.items():
+        algorithm = build(Setting(small_task, 3, hypernetwork=SMALL))
+        plan = make_plan(algorithm, small_task, data, 2, SCHEDULE)
+        assert plan.lane_bytes > 0, name
+        assert plan.bytes_up > 0 or name == "local"
 
 
 @pytest.mark.parametrize("name", REGISTRY)

@@ -1,0 +1,319 @@
+"""New clients: what they fit on their own data once the others are trained.
+
+A way to join is a start and a map from what is fitted to a model's parameters. With
+FedTP that is an embedding (Li et al. 2023): a few numbers, the server's hypernetwork
+makes the rest. It may also be read off the data by an encoder that does not care for
+the order of examples, with nothing to fit at all (after Scott et al. 2024, PeFLL).
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedjax_tp import tree
+from fedjax_tp.algorithms.base import Algorithm, PartialState, ServerState
+from fedjax_tp.algorithms.fedtp import FedTPState
+from fedjax_tp.data.federated import FederatedDataset, client_sizes, gather
+from fedjax_tp.hypernetwork import HypernetworkConfig, emit
+from fedjax_tp.models.attention import is_attention_projection
+from fedjax_tp.models.task import Metrics, Task
+from fedjax_tp.types import (
+    Array,
+    Batch,
+    Float,
+    InputError,
+    Int,
+    Params,
+    PRNGKey,
+    Tree,
+)
+
+
+class Joining(NamedTuple):
+    """A way to join.
+
+    Attributes:
+      name: of what is fitted.
+      start: `(batch) -> variables` to begin with; may look at some examples.
+      to_params: `(variables) -> params` of the task.
+      optimizer: of the variables.
+    """
+
+    name: str
+    start: Callable[[Batch], Tree]
+    to_params: Callable[[Tree], Params]
+    optimizer: optax.GradientTransformation
+
+
+def joining(
+    algorithm: Algorithm,
+    server: ServerState,
+    optimizer: optax.GradientTransformation,
+) -> Joining:
+    """What a new client fits with an algorithm whose clients keep a part of the model:
+    that part, from where all clients began. If they keep nothing, the whole model.
+
+    Args:
+      algorithm: built by `partial_personalization`.
+      server: its trained state.
+      optimizer: of what is fitted.
+
+    Raises:
+      InputError: an algorithm of another kind.
+    """
+    kept = algorithm.init_kept(server)
+    message = algorithm.broadcast(server, jnp.zeros(1, jnp.int32))
+    is_plain = isinstance(server, PartialState) and algorithm.adapt is None
+    if not is_plain or not _is_part(kept, server.shared):
+        raise InputError(
+            f"{algorithm.name} says nothing of what a new client would fit; allowed "
+            "are fedtp and algorithms whose clients keep a part of the model, or "
+            "nothing"
+        )
+    if jax.tree.leaves(kept):
+        return Joining(
+            f"{algorithm.name}: what is kept",
+            lambda batch: kept,
+            lambda variables: algorithm.client_params(message, variables),
+            optimizer,
+        )
+    params = algorithm.client_params(message, kept)
+    return Joining(
+        f"{algorithm.name}: fine-tuning", lambda batch: params, lambda v: v, optimizer
+    )
+
+
+def _is_part(kept: Tree, shared: Tree) -> bool:
+    """Do the two make up one model, each leaf in one of them?"""
+    ours, theirs = (
+        dict(
+            jax.tree_util.tree_leaves_with_path(part, is_leaf=lambda leaf: leaf is None)
+        )
+        for part in (kept, shared)
+    )
+    if ours.keys() != theirs.keys():
+        return False
+    return all((ours[path] is None) != (theirs[path] is None) for path in ours)
+
+
+def local_joining(
+    task: Task, key: PRNGKey, optimizer: optax.GradientTransformation
+) -> Joining:
+    """Without the others: a model from its initial values."""
+    params = task.init(key)
+    return Joining("local training", lambda batch: params, lambda v: v, optimizer)
+
+
+def emitted_params(
+    task: Task, server: FedTPState, config: HypernetworkConfig
+) -> Callable[[Float[Array, " embedding_dim"]], Params]:
+    """`(embedding) -> params` of FedTP's trained server."""
+    shapes = jax.eval_shape(task.init, jax.random.key(0))
+    template, _ = tree.split(shapes, is_attention_projection)
+
+    def to_params(z: Float[Array, " embedding_dim"]) -> Params:
+        emitted = emit(server.hypernetwork.phi, z[None], template, config)
+        own = jax.tree.map(lambda leaf: leaf[0], emitted)
+        return tree.merge(server.shared, own)
+
+    return to_params
+
+
+def embedding_joining(
+    task: Task,
+    server: FedTPState,
+    config: HypernetworkConfig,
+    optimizer: optax.GradientTransformation,
+) -> Joining:
+    """FedTP: the embedding alone, from the mean of the trained clients'."""
+    mean = server.hypernetwork.embeddings.mean(axis=0)
+    to_params = emitted_params(task, server, config)
+    return Joining("fedtp: embedding", lambda batch: mean, to_params, optimizer)
+
+
+class EncoderConfig(NamedTuple):
+    """Size and training of the encoder.
+
+    Attributes:
+      hidden: width of its two layers.
+      steps: Adam steps.
+      lr: step size.
+      clients: trained clients a step.
+      examples: examples of a client that it reads, and again as many for its loss.
+    """
+
+    hidden: int = 64
+    steps: int = 500
+    lr: float = 1e-3
+    clients: int = 4
+    examples: int = 64
+
+
+def encoder_joining(
+    task: Task,
+    server: FedTPState,
+    config: HypernetworkConfig,
+    train: FederatedDataset,
+    key: PRNGKey,
+    optimizer: optax.GradientTransformation,
+    encoder: EncoderConfig,
+) -> Joining:
+    """FedTP: the embedding that an encoder reads off some examples; fitted from there.
+
+    z = mean z + A mean_i relu(B [features(x_i), onehot(y_i)]), its features those of
+    the model that the mean embedding gives. A and B descend the loss of the trained
+    clients' models that their examples give, everything else fixed; A starts at zero.
+
+    Args:
+      task: model and loss, with features.
+      server: trained.
+      config: of the hypernetwork.
+      train: of the trained clients.
+      key: of the encoder's initial values and batches.
+      optimizer: of an embedding that is fitted from there.
+      encoder: sizes.
+    """
+    forward = task.forward
+    assert forward is not None
+    to_params = emitted_params(task, server, config)
+    mean = server.hypernetwork.embeddings.mean(axis=0)
+    middle = to_params(mean)
+    dim, num_classes = middle["head"]["kernel"].shape
+    init_key, train_key = jax.random.split(key)
+    lecun = jax.nn.initializers.lecun_normal()
+    weights = {
+        "inner": lecun(init_key, (dim + num_classes, encoder.hidden)),
+        "bias": jnp.zeros(encoder.hidden),
+        "outer": jnp.zeros((encoder.hidden, len(mean))),
+    }
+
+    def encode(weights: Params, batch: Batch) -> Float[Array, " embedding_dim"]:
+        features = forward(middle, batch.x, None, None).features
+        features = features.reshape(len(batch.y), -1, dim).mean(axis=1)
+        # Every feature counts alike, whatever its scale.
+        features = features / (jnp.std(features) + 1e-6)
+        read = jnp.concatenate([features, jax.nn.one_hot(batch.y, num_classes)], axis=1)
+        hidden = jax.nn.relu(read @ weights["inner"] + weights["bias"])
+        count = jnp.maximum(batch.mask.sum(), 1)
+        pooled = jnp.sum(jnp.where(batch.mask[:, None], hidden, 0), axis=0) / count
+        return mean + pooled @ weights["outer"]
+
+    def loss_of(weights: Params, key: PRNGKey) -> Array:
+        client_key, *batch_keys = jax.random.split(key, 4)
+        client = jax.random.randint(client_key, (), 0, train.num_clients)
+        size = client_sizes(train, client[None])[0]
+        read, judged = (
+            draw_batch(k, train, client, size, encoder.examples) for k in batch_keys[:2]
+        )
+        params = to_params(encode(weights, read))
+        return task.loss(params, judged, batch_keys[2])
+
+    adam = optax.adam(encoder.lr)
+
+    def step(carried: Any, key: PRNGKey) -> tuple[Any, None]:
+        weights, opt_state = carried
+        keys = jax.random.split(key, encoder.clients)
+        gradient = jax.grad(lambda w: jnp.mean(jax.lax.map(partial(loss_of, w), keys)))(
+            weights
+        )
+        updates, opt_state = adam.update(gradient, opt_state)
+        return (optax.apply_updates(weights, updates), opt_state), None
+
+    @jax.jit
+    def fit(weights: Params) -> Params:
+        keys = jax.random.split(train_key, encoder.steps)
+        return jax.lax.scan(step, (weights, adam.init(weights)), keys)[0][0]
+
+    return Joining(
+        "fedtp: encoder, embedding", partial(encode, fit(weights)), to_params, optimizer
+    )
+
+
+def draw_batch(
+    key: PRNGKey,
+    data: FederatedDataset,
+    client: Int[Array, ""],
+    size: Int[Array, ""],
+    batch_size: int,
+) -> Batch:
+    """A batch of the client's first `size` examples, drawn with replacement."""
+    places = jax.random.randint(key, (batch_size,), 0, jnp.maximum(size, 1))
+    return gather(data, client, places, jnp.ones(batch_size, bool))
+
+
+def make_joining_curve(
+    task: Task,
+    method: Joining,
+    steps: Sequence[int],
+    *,
+    batch_size: int,
+    examples: int,
+    test_capacity: int,
+) -> Callable[..., Metrics]:
+    """Compiles `curve(train, test, samples, key) -> Metrics`, `[clients, steps]`.
+
+    Every client starts, takes so many steps on batches of its first `samples` training
+    examples (all, if it has fewer), and is measured on all its test examples.
+
+    Args:
+      task: model, loss and metrics.
+      method: how clients join.
+      steps: ascending numbers of steps after which to measure.
+      batch_size: examples a step.
+      examples: how many the start may look at.
+      test_capacity: test examples of the largest client.
+    """
+
+    def one_client(train, test, samples, key, client):
+        size = jnp.minimum(client_sizes(train, client[None])[0], samples)
+        places = jnp.arange(examples)
+        seen = gather(train, client, places, places < size)
+        variables = method.start(seen)
+        opt_state = method.optimizer.init(variables)
+        test_places = jnp.arange(test_capacity)
+        test_size = client_sizes(test, client[None])[0]
+        batch = gather(test, client, test_places, test_places < test_size)
+
+        def step(index, carried):
+            variables, opt_state = carried
+            batch_key, loss_key = jax.random.split(jax.random.fold_in(key, index))
+            drawn = draw_batch(batch_key, train, client, size, batch_size)
+            gradient = jax.grad(
+                lambda v: task.loss(method.to_params(v), drawn, loss_key)
+            )(variables)
+            updates, opt_state = method.optimizer.update(gradient, opt_state, variables)
+            return optax.apply_updates(variables, updates), opt_state
+
+        bounds = jnp.array([0, *steps])
+
+        def segment(carried, i):
+            carried = jax.lax.fori_loop(bounds[i], bounds[i + 1], step, carried)
+            return carried, task.metrics(method.to_params(carried[0]), batch)
+
+        return jax.lax.scan(segment, (variables, opt_state), jnp.arange(len(steps)))[1]
+
+    @jax.jit
+    def curve(
+        train: FederatedDataset,
+        test: FederatedDataset,
+        samples: Int[Array, ""],
+        key: PRNGKey,
+    ) -> Metrics:
+        clients = jnp.arange(train.num_clients)
+        return jax.lax.map(
+            lambda client: one_client(
+                train, test, samples, jax.random.fold_in(key, client), client
+            ),
+            clients,
+        )
+
+    return curve
+
+
+def pooled_accuracy(metrics: Metrics) -> Float[Any, " steps"]:
+    """Accuracy after each number of steps, all clients' test examples together."""
+    return metrics.correct.sum(axis=0) / metrics.examples.sum(axis=0)
