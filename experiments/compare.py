@@ -174,7 +174,7 @@ def _run_group(
         cell = _read_cell(saved, plans[name], cell_flags)
         if cell is None:
             setting = setup.make_setting(cell_flags, prepared)
-            outcome = driver.train(
+            outcome, _ = driver.train(
                 algorithms.build(name, setting),
                 prepared,
                 plans[name],
@@ -242,7 +242,7 @@ def _tune_score(
         [algorithm], prepared, flags.training, flags.device, flags.run, limit
     )
     setup.open_run("fedtp", flags, prepared)
-    outcome = driver.train(
+    outcome, _ = driver.train(
         algorithm, prepared, plans[name], flags.training, flags.run, out, stop_signal
     )
     pooled = outcome.summaries[0].pooled

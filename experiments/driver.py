@@ -65,7 +65,7 @@ def train_all(
                 run,
                 out,
                 stop_signal,
-            )
+            )[0]
             for algorithm in algorithms
         ]
 
@@ -78,8 +78,10 @@ def train(
     run: RunFlags,
     out: Path,
     stop_signal: SignalReceived,
-) -> Outcome:
+) -> tuple[Outcome, SimulationState]:
     """Trains one algorithm, from its newest checkpoint if there is one.
+
+    Returns what it achieved, and the state it ended with.
 
     Raises:
       Interrupted: on SIGTERM or Ctrl-C, after the state has been saved.
@@ -178,7 +180,7 @@ def train(
                     f"{resume_command(out)}",
                 )
     by_client = evaluate(state)
-    return Outcome(
+    outcome = Outcome(
         name,
         plan,
         by_client,
@@ -190,6 +192,7 @@ def train(
             if row["algorithm"] == name
         ),
     )
+    return outcome, state
 
 
 def _start(

@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -126,8 +126,15 @@ def make_setup(
     training: TrainingFlags,
     run: RunFlags,
     mesh: Mesh,
+    *,
+    select: Callable[[partition.Partition], partition.Partition] = lambda parts: parts,
 ) -> Setup:
     """Loads, deals and places the data, and builds the task.
+
+    Args:
+      data, model, training, run: flags.
+      mesh: the devices.
+      select: which of the clients that the data is dealt to take part.
 
     Raises:
       InputError: anything that the data, the partition or the model does not allow.
@@ -141,7 +148,7 @@ def make_setup(
     if data.validation:
         dataset = catalog.hold_out(dataset)
     seeds = tuple(range(run.seed, run.seed + run.seeds))
-    partitions = tuple(deal_to_clients(data, dataset, seed) for seed in seeds)
+    partitions = tuple(select(deal_to_clients(data, dataset, seed)) for seed in seeds)
     num_clients = partitions[0].num_clients
     task = make_task(model, dataset.x_train.shape[1:], dataset.num_classes)
     shown, placed = dataset, partitions

@@ -192,6 +192,117 @@ def comparison(
     _save(figure, path)
 
 
+def joining_curves(
+    path: Path,
+    panels: Mapping[str, Mapping[str, tuple[Sequence[int], Sequence[float]]]],
+) -> None:
+    """Accuracy of new clients over the steps they fit, one panel a number of examples.
+
+    Args:
+      path: of the PNG.
+      panels: for each title, for each way to join: steps and accuracy.
+    """
+    figure, all_axes = plt.subplots(
+        1,
+        len(panels),
+        figsize=(3.4 * len(panels) + 0.6, 4.2),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for axes, (title, curves) in zip(all_axes.flat, panels.items(), strict=True):
+        for number, (name, (steps, accuracy)) in enumerate(curves.items()):
+            style, mark, _ = _STYLES[number // len(COLORS) % len(_STYLES)]
+            axes.plot(
+                steps,
+                100 * np.asarray(accuracy),
+                color=COLORS[number % len(COLORS)],
+                ls=style,
+                marker=mark,
+                ms=3.5,
+                label=name,
+            )
+        axes.set_xscale("symlog", linthresh=1)
+        axes.set(xlabel="steps", ylim=(0, 102))
+        axes.set_title(title, fontsize=10)
+        _plain(axes)
+    all_axes[0, 0].set_ylabel("accuracy of the new clients, %")
+    handles, labels = all_axes[0, 0].get_legend_handles_labels()
+    figure.legend(
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=min(4, len(labels)),
+        fontsize=8,
+        frameon=False,
+    )
+    _save(figure, path)
+
+
+def map_distances(
+    path: Path, by_pair: Mapping[str, Sequence[float]], ylabel: str
+) -> None:
+    """A figure of attention maps over layers, one line a pair of models.
+
+    Args:
+      path: of the PNG.
+      by_pair: for each pair, a value a layer.
+      ylabel: what the values are.
+    """
+    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    for color, (name, values) in zip(COLORS, by_pair.items(), strict=False):
+        layers = np.arange(1, len(values) + 1)
+        axes.plot(layers, values, "o-", color=color, label=name)
+    axes.set(xlabel="layer", ylabel=ylabel, ylim=(0, None))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(frameon=False, fontsize=8)
+    _plain(axes)
+    _save(figure, path)
+
+
+def rollouts(
+    path: Path,
+    images: Float[np.ndarray, "images height width channels"],
+    by_model: Mapping[str, Float[np.ndarray, "images rows columns"]],
+    labels: Sequence[str],
+) -> None:
+    """Where each model looks: attention rollout over a few images, a row a model.
+
+    Args:
+      path: of the PNG.
+      images: with values 0 to 1.
+      by_model: for each model, attention of each patch.
+      labels: above the images.
+    """
+    figure, panels = plt.subplots(
+        len(by_model) + 1,
+        len(images),
+        figsize=(1.35 * len(images) + 0.8, 1.4 * (len(by_model) + 1)),
+        squeeze=False,
+        layout="constrained",
+    )
+    height, width = images.shape[1:3]
+    for column, (image, label) in enumerate(zip(images, labels, strict=True)):
+        grey = image.mean(axis=-1)
+        panels[0, column].imshow(grey, cmap="gray", vmin=0, vmax=1)
+        panels[0, column].set_title(label, fontsize=8)
+        for row, heat in enumerate(by_model.values(), 1):
+            axes = panels[row, column]
+            axes.imshow(grey, cmap="gray", vmin=0, vmax=1)
+            axes.imshow(
+                heat[column],
+                cmap="inferno",
+                alpha=0.6,
+                extent=(-0.5, width - 0.5, height - 0.5, -0.5),
+                interpolation="bilinear",
+            )
+    for row, name in enumerate(["image", *by_model]):
+        panels[row, 0].set_ylabel(name, fontsize=9)
+    for axes in panels.flat:
+        axes.set(xticks=[], yticks=[])
+    _save(figure, path)
+
+
 def cost_of_rounds(
     path: Path,
     by_clients: Mapping[str, Mapping[int, float]],

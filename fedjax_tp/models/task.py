@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fedjax_tp.models.attention import MAPS, is_attention_projection
+from fedjax_tp.tree import path_name
 from fedjax_tp.types import Array, Batch, Bool, Float, Int, Params, PRNGKey, Tree
 
 STATISTICS = "batch_stats"
@@ -103,6 +105,8 @@ class Task(NamedTuple):
       loss_and_statistics: as `loss`, with the running statistics after the batch;
         None for a model without.
       is_sequence: is there a prediction at each position of an example?
+      maps: `(params, x) -> [layers, batch, heads, tokens, tokens]`, the attention
+        weights of a transformer; else None.
     """
 
     init: Callable[[PRNGKey], Params]
@@ -116,6 +120,7 @@ class Task(NamedTuple):
         Callable[[Params, Batch, PRNGKey], tuple[Array, Tree]] | None
     ) = None
     is_sequence: bool = False
+    maps: Callable[[Params, Array], Array] | None = None
 
 
 def apply_head(params: Params, features: Array) -> Array:
@@ -160,7 +165,12 @@ def _of_module(
         statistics = {k: v for k, v in variables.items() if k == STATISTICS}
         return {**variables["params"], **statistics}
 
-    has_statistics = STATISTICS in jax.eval_shape(init, jax.random.key(0))
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    has_statistics = STATISTICS in shapes
+    has_attention = any(
+        is_attention_projection(path_name(path))
+        for path, _ in jax.tree_util.tree_leaves_with_path(shapes)
+    )
 
     def forward(
         params: Params,
@@ -189,6 +199,14 @@ def _of_module(
         features = sown["intermediates"]["features"][0]
         return Forward(cast(Array, logits), features, statistics)
 
+    def maps(params: Params, x: Array) -> Array:
+        _, sown = module.apply({"params": params}, x, mutable=[MAPS])
+        # By number: block_10 comes after block_9.
+        layers = sorted(sown[MAPS], key=lambda name: int(name.rpartition("_")[2]))
+        return jnp.stack(
+            [sown[MAPS][name]["attention"]["attention_weights"][0] for name in layers]
+        )
+
     def loss_and_statistics(
         params: Params, batch: Batch, key: PRNGKey
     ) -> tuple[Array, Tree]:
@@ -204,6 +222,7 @@ def _of_module(
         forward=forward,
         loss_and_statistics=loss_and_statistics if has_statistics else None,
         is_sequence=score is _text_score,
+        maps=maps if has_attention else None,
     )
 
 

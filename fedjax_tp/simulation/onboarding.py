@@ -63,17 +63,11 @@ def joining(
       optimizer: of what is fitted.
 
     Raises:
-      InputError: an algorithm of another kind.
+      InputError: see `check_joins`.
     """
+    check_joins(algorithm)
     kept = algorithm.init_kept(server)
     message = algorithm.broadcast(server, jnp.zeros(1, jnp.int32))
-    is_plain = isinstance(server, PartialState) and algorithm.adapt is None
-    if not is_plain or not _is_part(kept, server.shared):
-        raise InputError(
-            f"{algorithm.name} says nothing of what a new client would fit; allowed "
-            "are fedtp and algorithms whose clients keep a part of the model, or "
-            "nothing"
-        )
     if jax.tree.leaves(kept):
         return Joining(
             f"{algorithm.name}: what is kept",
@@ -85,6 +79,21 @@ def joining(
     return Joining(
         f"{algorithm.name}: fine-tuning", lambda batch: params, lambda v: v, optimizer
     )
+
+
+def check_joins(algorithm: Algorithm) -> None:
+    """Raises InputError unless it is known what a new client would fit."""
+    server = jax.eval_shape(algorithm.init, jax.random.key(0))
+    if algorithm.name == "fedtp":
+        return
+    is_plain = isinstance(server, PartialState) and algorithm.adapt is None
+    kept = jax.eval_shape(algorithm.init_kept, server)
+    if not is_plain or not _is_part(kept, server.shared):
+        raise InputError(
+            f"{algorithm.name}: it is not known what a new client would fit; allowed "
+            "are fedtp, and algorithms whose clients use one model and keep a part of "
+            "it, or nothing"
+        )
 
 
 def _is_part(kept: Tree, shared: Tree) -> bool:

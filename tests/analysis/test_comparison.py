@@ -50,8 +50,6 @@ def test_it_covers_the_truth_about_as_often_as_it_says():
     assert 0.88 < hits / 200 < 0.99
 
 
-def test_counts_that_do_not_match_are_refused():
-    with pytest.raises(InputError, match="they must be equal"):
-        paired_difference(np.ones((1, 2)), np.ones((1, 3)), np.ones((1, 2)))
+def test_a_seed_without_test_examples_is_refused():
     with pytest.raises(InputError, match="no test examples"):
         paired_difference(np.zeros((2, 2)), np.zeros((2, 2)), np.zeros((2, 2)))

@@ -1,0 +1,341 @@
+"""What does averaging do to attention, and which part of a transformer should be
+personal?
+
+    python -m experiments.attention_personalization --dataset fashion_mnist
+
+trains FedAvg, local training, FedTP, and models of which one part stays on the client:
+the projections to queries, keys and values; all of attention; the MLPs; the norms; the
+head. It ends with a table of accuracies, with distances of attention maps between
+local, averaged and FedTP's models on the same images, and with attention rollouts.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from experiments import cli, driver, launch, results, setup
+from experiments.flags import DataFlags, RunFlags, TrainingFlags, TrainingRunFlags
+from experiments.setup import Setup
+from fedjax_tp import algorithms
+from fedjax_tp.algorithms import Algorithm, Message, Setting, partial_personalization
+from fedjax_tp.algorithms.base import is_head
+from fedjax_tp.algorithms.fedbn import is_norm
+from fedjax_tp.analysis import attention_maps
+from fedjax_tp.data.federated import gather
+from fedjax_tp.io import folder, plots, report
+from fedjax_tp.io.signals import stop_signals
+from fedjax_tp.models.attention import is_attention_projection
+from fedjax_tp.simulation.rounds import SimulationState
+from fedjax_tp.types import InputError, Params
+
+EXPERIMENT = "attention_personalization"
+COMPARED = ("local", "fedavg", "fedtp")
+
+PARTS: dict[str, Callable[[str], bool]] = {
+    "qkv": is_attention_projection,
+    "attention": lambda path: "attention" in path.split("/"),
+    "mlps": lambda path: "mlp" in path.split("/"),
+    "norms": is_norm,
+    "head": is_head,
+}
+"""What may be personal: names by path."""
+
+
+@dataclass(frozen=True)
+class Flags(TrainingRunFlags):
+    """Flags of the experiment; --algorithms come to those that it needs itself."""
+
+    map_clients: int = 10
+    """Clients whose attention is compared."""
+    map_images: int = 32
+    """Test images of each of them."""
+    pictures: int = 6
+    """Images of which rollouts are drawn, one a client."""
+
+
+DEFAULTS = Flags(
+    data=DataFlags(num_clients=50),
+    training=TrainingFlags(algorithms="fedavg,local,fedtp", rounds=100, local_epochs=1),
+    run=RunFlags(eval_every=25),
+)
+
+
+def run(flags: Flags) -> None:
+    """Runs the experiment.
+
+    Raises:
+      InputError: a flag, the data or the run folder does not allow it.
+      Interrupted: told to stop; what was done is saved.
+    """
+    names = algorithms.resolve(flags.training.algorithms)
+    missing = [name for name in COMPARED if name not in names]
+    if missing:
+        raise InputError(
+            f"algorithms is {flags.training.algorithms!r}; {missing[0]} is needed too"
+        )
+    setup.check_flags(flags.data, flags.training, flags.run)
+    for name in ("map_clients", "map_images", "pictures"):
+        if getattr(flags, name) < 1:
+            raise InputError(
+                f"{name.replace('_', ' ')} is {getattr(flags, name)}; allowed is 1 or "
+                "more"
+            )
+    if flags.run.seeds != 1:
+        raise InputError(f"seeds is {flags.run.seeds}; allowed is 1, with any --seed")
+    mesh = launch.make_mesh(flags.device)
+    if jax.process_count() > 1:
+        raise InputError("this experiment runs in one process; leave --num-processes")
+    console = launch.make_console()
+    prepared = setup.make_setup(
+        flags.data, flags.model, flags.training, flags.run, mesh
+    )
+    if prepared.task.maps is None or prepared.dataset.is_text:
+        raise InputError("this experiment needs images and a transformer (--model vit)")
+    setting = setup.make_setting(flags, prepared)
+    built, notes = algorithms.build_all(flags.training.algorithms, setting)
+    prepared = prepared._replace(notices=prepared.notices + notes)
+    built += personal_parts(setting)
+    limit = launch.memory_limit(flags.device, mesh)
+    prepared, plans = results.plan_all(
+        built, prepared, flags.training, flags.device, flags.run, limit
+    )
+    if prepared.kept_on_host:
+        raise InputError("this experiment needs --kept-on-host no")
+    out = setup.open_run(EXPERIMENT, flags, prepared)
+    console.print(f"run folder: {out}", soft_wrap=True)
+    results.print_plan(console, prepared, flags.training, plans)
+    outcomes = []
+    maps: dict[str, np.ndarray] = {}
+    with stop_signals() as stop_signal:
+        for algorithm in built:
+            outcome, state = driver.train(
+                algorithm,
+                prepared,
+                plans[algorithm.name],
+                flags.training,
+                flags.run,
+                out,
+                stop_signal,
+            )
+            outcomes.append(outcome)
+            if algorithm.name in COMPARED:
+                maps[algorithm.name] = client_maps(algorithm, state, prepared, flags)
+    results.write_results(
+        out, EXPERIMENT, flags, prepared, outcomes, flags.run, console
+    )
+    write_maps(out, flags, prepared, maps, outcomes, console)
+
+
+def personal_parts(setting: Setting) -> tuple[Algorithm, ...]:
+    """An algorithm for each part of the model that clients may keep."""
+    return tuple(
+        partial_personalization(
+            f"personal_{part}", setting.task, setting.client, is_kept
+        )
+        for part, is_kept in PARTS.items()
+    )
+
+
+def clients_shown(prepared: Setup, count: int) -> list[int]:
+    """The first clients that have a test example."""
+    sizes = np.asarray(prepared.test.size)
+    return np.flatnonzero(sizes > 0)[:count].tolist()
+
+
+def client_maps(
+    algorithm: Algorithm, state: SimulationState, prepared: Setup, flags: Flags
+) -> np.ndarray:
+    """Attention of each client's own model on its first test images, one image after
+    another: `[layers, images, heads, tokens, tokens]`."""
+    task_maps = prepared.task.maps
+    assert task_maps is not None
+
+    @jax.jit
+    def of_client(client: jax.Array) -> jax.Array:
+        message = algorithm.broadcast(state.server, client[None])
+        own, kept = (
+            jax.tree.map(lambda leaf: leaf[i], part)
+            for part, i in ((message.personal, 0), (state.kept, client))
+        )
+        params: Params = algorithm.client_params(Message(message.shared, own), kept)
+        places = jnp.arange(flags.map_images)
+        size = prepared.test.size[client]
+        return task_maps(params, gather(prepared.test, client, places, places < size).x)
+
+    found = []
+    for client in clients_shown(prepared, flags.map_clients):
+        count = min(flags.map_images, int(prepared.test.size[client]))
+        found.append(np.asarray(of_client(jnp.int32(client)))[:, :count])
+    return np.concatenate(found, axis=1)
+
+
+def write_maps(
+    out: Path,
+    flags: Flags,
+    prepared: Setup,
+    maps: Mapping[str, np.ndarray],
+    outcomes: Sequence[driver.Outcome],
+    console: Console,
+) -> None:
+    """Writes distances, rollouts, the ablation's table and the report; prints them."""
+    rows: list[dict[str, Any]] = []
+    for first, second in combinations(COMPARED, 2):
+        pair = jnp.asarray(maps[first]), jnp.asarray(maps[second])
+        distance = np.asarray(attention_maps.jensen_shannon(*pair))
+        similarity = np.asarray(attention_maps.cosine_similarity(*pair))
+        rows += [
+            {
+                "first": first,
+                "second": second,
+                "layer": layer,
+                "jensen_shannon": float(d),
+                "cosine": float(s),
+            }
+            for layer, (d, s) in enumerate(zip(distance, similarity, strict=True), 1)
+        ]
+    folder.write_csv(out / "attention.csv", rows)
+    pairs = list(dict.fromkeys(f"{row['first']} and {row['second']}" for row in rows))
+    by_pair = {
+        figure: {
+            pair: [
+                row[figure]
+                for row in rows
+                if f"{row['first']} and {row['second']}" == pair
+            ]
+            for pair in pairs
+        }
+        for figure in ("jensen_shannon", "cosine")
+    }
+    pictures = {
+        "Distance of attention maps": out / "distance.png",
+        "Similarity of attention maps": out / "similarity.png",
+        "Attention rollout of the class token": out / "rollout.png",
+    }
+    distance_file, similarity_file, rollout_file = pictures.values()
+    plots.map_distances(
+        distance_file, by_pair["jensen_shannon"], "Jensen-Shannon distance"
+    )
+    plots.map_distances(similarity_file, by_pair["cosine"], "cosine similarity")
+    draw_rollouts(rollout_file, flags, prepared, maps)
+    layers = sorted({row["layer"] for row in rows})
+    attention = report.Table(
+        "Attention maps: Jensen-Shannon distance / cosine similarity by layer",
+        ["models", *(f"layer {layer}" for layer in layers)],
+        [
+            [
+                pair,
+                *(
+                    f"{d:.3f} / {s:.3f}"
+                    for d, s in zip(
+                        by_pair["jensen_shannon"][pair],
+                        by_pair["cosine"][pair],
+                        strict=True,
+                    )
+                ),
+            ]
+            for pair in pairs
+        ],
+    )
+    ablation = ablation_table(outcomes)
+    folder.write_csv(
+        out / "ablation.csv",
+        [dict(zip(ablation.header, row, strict=True)) for row in ablation.rows],
+    )
+    report.write_report(
+        out / "attention.html",
+        title=f"Attention and what is personal, on {prepared.dataset.name}",
+        summary=f"{prepared.num_clients} clients, {flags.training.rounds} rounds. Maps "
+        f"are of {len(clients_shown(prepared, flags.map_clients))} clients' models on "
+        "their own test images.",
+        tables=[ablation, attention],
+        pictures=pictures,
+        notices=prepared.notices,
+        command=setup.command_line(EXPERIMENT),
+        settings=cli.to_flat(flags),
+    )
+    for table in (ablation, attention):
+        results.show(console, table)
+    console.print(f"attention: {out / 'attention.html'}", soft_wrap=True)
+
+
+def ablation_table(outcomes: Sequence[driver.Outcome]) -> report.Table:
+    """Accuracy by what is personal, and what a client sends in a round."""
+    what = {
+        "fedavg": "nothing",
+        "local": "everything",
+        "fedtp": "qkv, from a hypernetwork",
+    } | {f"personal_{part}": part for part in PARTS}
+    rows = [
+        [
+            what[outcome.algorithm],
+            f"{100 * outcome.summaries[0].pooled:.1f}",
+            f"{100 * outcome.summaries[0].worst_decile:.1f}",
+            results.human(outcome.plan.bytes_up),
+        ]
+        for outcome in outcomes
+        if outcome.algorithm in what
+    ]
+    header = ["personal", "accuracy, %", "worst decile, %", "sent a round"]
+    return report.Table("What is personal", header, rows)
+
+
+def draw_rollouts(
+    path: Path, flags: Flags, prepared: Setup, maps: Mapping[str, np.ndarray]
+) -> None:
+    """The first test image of a few clients, and where each model looks."""
+    clients = clients_shown(prepared, min(flags.pictures, flags.map_clients))
+    counts = [
+        min(flags.map_images, int(prepared.test.size[client]))
+        for client in clients_shown(prepared, flags.map_clients)
+    ]
+    places = np.cumsum([0, *counts])[: len(clients)]
+    rows = np.asarray(prepared.test.rows)[np.asarray(prepared.test.start)[clients]]
+    images = np.asarray(prepared.test.x)[rows].astype(np.float64)
+    span = images.max() - images.min()
+    labels = np.asarray(prepared.test.y)[rows]
+    height, width = images.shape[1:3]
+    by_model = {}
+    for name, found in maps.items():
+        heat = np.asarray(attention_maps.rollout(jnp.asarray(found[:, places])))[
+            :, 0, 1:
+        ]
+        side = round((heat.shape[1] * height / width) ** 0.5)
+        by_model[name] = heat.reshape(len(heat), side, -1)
+    plots.rollouts(
+        path,
+        (images - images.min()) / (span or 1.0),
+        by_model,
+        [
+            f"client {client}\n{prepared.dataset.class_names[label]}"
+            for client, label in zip(clients, labels, strict=True)
+        ],
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    if argv is None:
+        launch.start_tuned()
+    return cli.run_main(
+        lambda: run(
+            cli.parse(
+                DEFAULTS,
+                {},
+                argv,
+                __doc__ or "",
+                f"experiments.{EXPERIMENT}",
+                lambda flags: replace(flags, data=setup.absolute_paths(flags.data)),
+            )
+        )
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
