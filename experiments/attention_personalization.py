@@ -56,6 +56,8 @@ class Flags(TrainingRunFlags):
     """Clients whose attention is compared."""
     map_images: int = 32
     """Test images of each of them."""
+    parts: str = ",".join(PARTS)
+    """Parts of the model, each to be personal alone."""
     pictures: int = 6
     """Images of which rollouts are drawn, one a client."""
 
@@ -87,6 +89,12 @@ def run(flags: Flags) -> None:
                 f"{name.replace('_', ' ')} is {getattr(flags, name)}; allowed is 1 or "
                 "more"
             )
+    parts = [part.strip() for part in flags.parts.split(",")]
+    if not set(parts) <= PARTS.keys() or len(set(parts)) < len(parts):
+        raise InputError(
+            f"parts is {flags.parts!r}; allowed are some of {', '.join(PARTS)}, each "
+            "once"
+        )
     if flags.run.seeds != 1:
         raise InputError(f"seeds is {flags.run.seeds}; allowed is 1, with any --seed")
     mesh = launch.make_mesh(flags.device)
@@ -101,7 +109,7 @@ def run(flags: Flags) -> None:
     setting = setup.make_setting(flags, prepared)
     built, notes = algorithms.build_all(flags.training.algorithms, setting)
     prepared = prepared._replace(notices=prepared.notices + notes)
-    built += personal_parts(setting)
+    built += personal_parts(setting, parts)
     limit = launch.memory_limit(flags.device, mesh)
     prepared, plans = results.plan_all(
         built, prepared, flags.training, flags.device, flags.run, limit
@@ -133,13 +141,13 @@ def run(flags: Flags) -> None:
     write_maps(out, flags, prepared, maps, outcomes, console)
 
 
-def personal_parts(setting: Setting) -> tuple[Algorithm, ...]:
-    """An algorithm for each part of the model that clients may keep."""
+def personal_parts(setting: Setting, parts: Sequence[str]) -> tuple[Algorithm, ...]:
+    """An algorithm for each of some parts of the model, which its clients keep."""
     return tuple(
         partial_personalization(
-            f"personal_{part}", setting.task, setting.client, is_kept
+            f"personal_{part}", setting.task, setting.client, PARTS[part]
         )
-        for part, is_kept in PARTS.items()
+        for part in parts
     )
 
 
@@ -160,10 +168,8 @@ def client_maps(
     @jax.jit
     def of_client(client: jax.Array) -> jax.Array:
         message = algorithm.broadcast(state.server, client[None])
-        own, kept = (
-            jax.tree.map(lambda leaf: leaf[i], part)
-            for part, i in ((message.personal, 0), (state.kept, client))
-        )
+        own = jax.tree.map(lambda leaf: leaf[0], message.personal)
+        kept = jax.tree.map(lambda leaf: leaf[client], state.kept)
         params: Params = algorithm.client_params(Message(message.shared, own), kept)
         places = jnp.arange(flags.map_images)
         size = prepared.test.size[client]
@@ -303,9 +309,9 @@ def draw_rollouts(
     height, width = images.shape[1:3]
     by_model = {}
     for name, found in maps.items():
-        heat = np.asarray(attention_maps.rollout(jnp.asarray(found[:, places])))[
-            :, 0, 1:
-        ]
+        rolled = attention_maps.rollout(jnp.asarray(found[:, places]))
+        # What the class token attends to, itself apart.
+        heat = np.asarray(rolled)[:, 0, 1:]
         side = round((heat.shape[1] * height / width) ** 0.5)
         by_model[name] = heat.reshape(len(heat), side, -1)
     plots.rollouts(

@@ -15,9 +15,7 @@ def jensen_shannon(first: Maps, second: Maps) -> Float[Array, " layers"]:
     initial values have their heads in the same order.
     """
     middle = (first + second) / 2
-    divergence = (
-        _relative_entropy(first, middle) + _relative_entropy(second, middle)
-    ) / 2
+    divergence = sum(_relative_entropy(maps, middle) for maps in (first, second)) / 2
     # Rounding may leave a small negative number.
     distance = jnp.sqrt(jnp.maximum(divergence, 0.0))
     return distance.mean(axis=(1, 2, 3))
