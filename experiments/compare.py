@@ -77,6 +77,8 @@ def run(flags: Flags) -> None:
     lrs = _learning_rates(flags)
     for group_flags in _groups(flags):
         setup.check_flags(group_flags.data, group_flags.training, group_flags.run)
+        # The last group must not fail when all others are done.
+        setup.check_data(group_flags.data, group_flags.run.seed)
     mesh = launch.make_mesh(flags.device)
     if jax.process_count() > 1:
         raise InputError("the comparison runs in one process; leave --num-processes")

@@ -324,7 +324,11 @@ def results_table(
 ) -> report.Table:
     """The table that is printed and reported."""
     has_window = any("window_mean" in s["accuracy"] for s in summaries.values())
-    header = ["algorithm", "pooled", "mean", "std", "worst decile", "loss"]
+    figures = ["pooled", "mean", "std", "worst_decile"]
+    if any("positions" in s["accuracy"] for s in summaries.values()):
+        figures.insert(1, "positions")
+    named = {"worst_decile": "worst decile", "positions": "all positions"}
+    header = ["algorithm", *(named.get(figure, figure) for figure in figures), "loss"]
     header += ["window"] if has_window else []
     header += ["minutes"]
     cells = []
@@ -333,7 +337,7 @@ def results_table(
         accuracy, loss = summary["accuracy"], summary["loss"]
         deviations = summary.get("std_over_seeds", {}).get("accuracy", {})
         row = [outcome.algorithm]
-        for figure in ("pooled", "mean", "std", "worst_decile"):
+        for figure in figures:
             deviation = deviations.get(figure)
             more = "" if deviation is None else f" ± {100 * deviation:.1f}"
             row.append(f"{100 * accuracy[figure]:.1f}{more}")
@@ -342,7 +346,10 @@ def results_table(
             mean, std = accuracy["window_mean"], accuracy["window_std"]
             row.append(f"{100 * mean:.2f} ± {100 * std:.2f}")
         cells.append([*row, f"{outcome.seconds / 60:.1f}"])
-    return report.Table("Test accuracy, %", header, cells)
+    title = "Test accuracy, %"
+    if "positions" in figures:
+        title += ", of the character after each text, and at all positions"
+    return report.Table(title, header, cells)
 
 
 def left_out_notices(rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -139,14 +139,7 @@ def make_setup(
     Raises:
       InputError: anything that the data, the partition or the model does not allow.
     """
-    dataset = catalog.load(
-        data.dataset,
-        data.data_dir,
-        sequence_length=data.sequence_length,
-        stride=data.stride,
-    )
-    if data.validation:
-        dataset = catalog.hold_out(dataset)
+    dataset = _load(data)
     seeds = tuple(range(run.seed, run.seed + run.seeds))
     partitions = tuple(select(deal_to_clients(data, dataset, seed)) for seed in seeds)
     num_clients = partitions[0].num_clients
@@ -215,6 +208,21 @@ def default_lanes(cohort: int, mesh: Mesh) -> int:
     all that a device gets.
     """
     return 1 if jax.default_backend() == "cpu" else -(-cohort // mesh.size)
+
+
+def check_data(data: DataFlags, seed: int) -> None:
+    """Raises InputError for data that is not there, or cannot be dealt as asked."""
+    deal_to_clients(data, _load(data), seed)
+
+
+def _load(data: DataFlags) -> catalog.Dataset:
+    dataset = catalog.load(
+        data.dataset,
+        data.data_dir,
+        sequence_length=data.sequence_length,
+        stride=data.stride,
+    )
+    return catalog.hold_out(dataset) if data.validation else dataset
 
 
 def _shifted(
