@@ -43,9 +43,6 @@ def test_new_clients_join_by_every_way_their_methods_allow(tmp_path):
     # Who joins later took no part: four clients are left to train.
     held = json.loads((out / "partition.json").read_text())
     assert len(held["train"]) == 4
-    before = (out / "new_clients.csv").read_bytes()
-    assert new_clients.main(["--out", str(out), "--resume"]) == 0
-    assert (out / "new_clients.csv").read_bytes() == before
 
 
 def test_clients_are_split_in_two_by_the_seed():
