@@ -1,6 +1,6 @@
 """FedBABU: the head is never trained together (Oh et al. 2022, ICLR).
 
-Algorithm 1 and section 4.1. The body is averaged under the head that all began with;
+Algorithm 1. The body is averaged under the head that all began with;
 before it is used, each client fine-tunes the whole model on its own data.
 """
 

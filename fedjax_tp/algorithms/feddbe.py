@@ -1,4 +1,6 @@
-"""FedDBE: domain bias out of the representation (Zhang et al. 2023, NeurIPS), eq. 5-8.
+"""FedDBE: domain bias out of the representation (Zhang et al. 2023, NeurIPS).
+
+Its personal representation bias memory, and its mean regularization.
 
 The consensus to which mean representations are drawn is the last cohort's mean, where
 the paper's is that of all clients after their first round.

@@ -1,4 +1,4 @@
-"""kNN-Per: a memory of the client's own examples (Marfoq et al. 2022, ICML), eq. 8.
+"""kNN-Per: a memory of the client's own examples (Marfoq et al. 2022, ICML), section 3.
 
 On top of any algorithm whose clients use one model; nothing is trained for it.
 """

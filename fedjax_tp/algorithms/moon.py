@@ -1,4 +1,4 @@
-"""MOON: model-contrastive learning (Li et al. 2021, CVPR), equations 3 to 5.
+"""MOON: model-contrastive learning (Li et al. 2021, CVPR), algorithm 1, equation 3.
 
 The representation is what the head takes; the paper puts a projection of two layers
 before it. Of a text, that of the last position.

@@ -27,7 +27,8 @@ class Plan(NamedTuple):
       fixed_bytes: on each device, whatever the lanes: data, state, and what a cohort
         brings back.
       lane_bytes: for each client that trains at a time: its parameters, gradients,
-        optimizer state, and the activations that its backward pass keeps.
+        optimizer state, and the activations that its backward pass keeps; its examples
+        too, if it adapts before it is used.
       server_bytes: what the server's update needs while no client trains.
       lanes: as many.
     """
@@ -100,6 +101,10 @@ def make_plan(
         + tree.num_bytes(residuals)
         + 4 * schedule.local_epochs * schedule.capacity
     )
+    if algorithm.adapt is not None:
+        # All of a client's examples at once.
+        one = jax.ShapeDtypeStruct((schedule.capacity, *data.x.shape[1:]), jnp.float32)
+        per_client += tree.num_bytes(one)
     rows = (update.personal, update.kept, own, kept)
     cohort_bytes = seeds * cohort * tree.num_bytes(rows)
     return Plan(
