@@ -14,12 +14,17 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
-from experiments import fedtp
+from experiments import fedtp, setup
 from experiments.__main__ import describe
+from experiments.flags import DataFlags, ModelFlags, RunFlags, TrainingFlags
 from fedjax_tp.data import catalog
+from fedjax_tp.simulation.cohort import MESH_AXIS
+from tests.data.test_catalog import leaf_folder
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = shlex.split(
@@ -281,6 +286,59 @@ def test_data_that_changed_is_noticed_on_resume(tmp_path, capsys, monkeypatch):
     assert "the data or its partition" in capsys.readouterr().err
 
 
+def test_text_is_learnt_by_role(tmp_path, capsys):
+    text = "the quality of mercy is not strained, it droppeth as the gentle rain. "
+    users = {f"user{i}": text[i:] + text for i in range(4)}
+    files = {split: {"a.json": users} for split in ("train", "test")}
+    name = leaf_folder(tmp_path / "leaf", files)
+    flags = _without(TINY, "--rounds", "--num-clients", "--patch-size", "--eval-every")
+    flags += ["--dataset", name, "--rounds", "2", "--eval-every", "2"]
+    assert fedtp.main(["--out", str(tmp_path / "out"), *flags]) == 0
+    shown = capsys.readouterr().out
+    assert "texts of 4 characters" in shown
+    assert "4 clients" in shown
+    assert "at all positions" in shown
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    for entry in summary["algorithms"].values():
+        accuracy = entry["accuracy"]
+        assert 0 <= accuracy["positions"] <= 1
+        assert accuracy["positions"] != accuracy["pooled"]
+    # A model of images, and sizes that text does not have.
+    for more, said in (
+        (["--model", "vit"], "the data is text; allowed is char_transformer or lstm"),
+        (["--shift", "noise:1"], "the data is text"),
+        (["--num-clients", "5"], "this data has 1 to 4 by nature"),
+    ):
+        assert fedtp.main(["--out", str(tmp_path / "no"), *flags, *more]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_shifted_images_are_each_seeds_own():
+    flags = DataFlags(num_clients=5, shift="noise:0.2")
+    mesh = Mesh(np.array(jax.devices()[:1]), (MESH_AXIS,))
+
+    def prepare(**run):
+        return setup.make_setup(
+            flags, ModelFlags(), TrainingFlags(), RunFlags(**run), mesh
+        )
+
+    both = prepare(seeds=2)
+    for i, seed in enumerate((0, 1)):
+        alone = prepare(seed=seed)
+        for split in ("train", "test"):
+            together, own = getattr(both, split), getattr(alone, split)
+            assert np.array_equal(together.size[i], own.size)
+            held = together.rows[i][: own.size.sum()]
+            assert np.array_equal(together.x[held], own.x[own.rows])
+            assert np.array_equal(together.y[held], own.y[own.rows])
+        plain = catalog.load("digits")
+        changed = np.asarray(alone.train.x)[np.asarray(alone.train.rows)]
+        before = plain.x_train[np.asarray(alone.train.rows)]
+        first = int(alone.train.size[0])
+        assert np.array_equal(changed[:first], before[:first])
+        assert not np.array_equal(changed[first:], before[first:])
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -315,6 +373,12 @@ BAD_FLAGS = [
     ("--dataset cifar10", "needs --data-dir"),
     ("--dataset npz:missing.npz", "does not exist"),
     ("--algorithms fedsgd", "unknown algorithm 'fedsgd'"),
+    ("--algorithms scaffold,fedrod_knn", "does not go with fedrod"),
+    ("--partition natural", "partition natural needs data that says who holds what"),
+    ("--model lstm", "model is lstm, and the data is images; allowed is vit or cnn"),
+    ("--shift blur:1", "shift is 'blur:1'; allowed are noise:X"),
+    ("--shift noise:-1", "shift is 'noise:-1'"),
+    ("--method.moon-temperature 0", "moon temperature is 0.0; allowed is above 0"),
     ("--partition dirichlett", "unknown partition 'dirichlett'"),
     ("--partition dirichlet --alpha 0", "alpha is 0.0"),
     ("--partition dirichlet --alpha -1", "alpha is -1.0"),
