@@ -64,8 +64,8 @@ class Flags(TrainingRunFlags):
 
 DEFAULTS = Flags(
     data=DataFlags(num_clients=50),
-    training=TrainingFlags(algorithms="fedavg,local,fedtp", rounds=100, local_epochs=1),
-    run=RunFlags(eval_every=25),
+    training=TrainingFlags(algorithms="fedavg,local,fedtp", rounds=60, local_epochs=1),
+    run=RunFlags(eval_every=20),
 )
 
 

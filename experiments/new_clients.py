@@ -55,7 +55,7 @@ class Flags(TrainingRunFlags):
 
 DEFAULTS = Flags(
     data=DataFlags(num_clients=50),
-    training=TrainingFlags(algorithms="fedtp,fedavg", rounds=150),
+    training=TrainingFlags(algorithms="fedtp,fedavg", rounds=100, local_epochs=1),
     run=RunFlags(eval_every=25),
 )
 
