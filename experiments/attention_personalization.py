@@ -10,7 +10,7 @@ local, averaged and FedTP's models on the same images, and with attention rollou
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,9 @@ def run(flags: Flags) -> None:
             f"parts is {flags.parts!r}; allowed are some of {', '.join(PARTS)}, each "
             "once"
         )
+    if flags.device.kept_on_host == "yes":
+        raise InputError("this experiment needs what clients keep on the device")
+    flags = replace(flags, device=replace(flags.device, kept_on_host="no"))
     if flags.run.seeds != 1:
         raise InputError(f"seeds is {flags.run.seeds}; allowed is 1, with any --seed")
     mesh = launch.make_mesh(flags.device)
@@ -110,15 +113,9 @@ def run(flags: Flags) -> None:
     built, notes = algorithms.build_all(flags.training.algorithms, setting)
     prepared = prepared._replace(notices=prepared.notices + notes)
     built += personal_parts(setting, parts)
-    limit = launch.memory_limit(flags.device, mesh)
-    prepared, plans = results.plan_all(
-        built, prepared, flags.training, flags.device, flags.run, limit
+    prepared, plans, out = results.begin(
+        EXPERIMENT, flags, prepared, built, mesh, console
     )
-    if prepared.kept_on_host:
-        raise InputError("this experiment needs --kept-on-host no")
-    out = setup.open_run(EXPERIMENT, flags, prepared)
-    console.print(f"run folder: {out}", soft_wrap=True)
-    results.print_plan(console, prepared, flags.training, plans)
     outcomes = []
     maps: dict[str, np.ndarray] = {}
     with stop_signals() as stop_signal:
@@ -327,19 +324,13 @@ def draw_rollouts(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    if argv is None:
-        launch.start_tuned()
-    return cli.run_main(
-        lambda: run(
-            cli.parse(
-                DEFAULTS,
-                {},
-                argv,
-                __doc__ or "",
-                f"experiments.{EXPERIMENT}",
-                lambda flags: replace(flags, data=setup.absolute_paths(flags.data)),
-            )
-        )
+    return cli.experiment_main(
+        run,
+        DEFAULTS,
+        argv,
+        name=EXPERIMENT,
+        description=__doc__,
+        normalize=setup.with_absolute_paths,
     )
 
 

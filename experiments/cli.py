@@ -12,6 +12,7 @@ from typing import Any
 
 import tyro
 
+from experiments import launch
 from experiments.flags import DeviceFlags
 from fedjax_tp.io.folder import is_empty, read_json
 from fedjax_tp.types import InputError
@@ -186,6 +187,41 @@ def _refuse_contradictions(
             f"{flag} is {value}, but the run in {out} has {saved[name]}; "
             "--resume allows no other value"
         )
+
+
+def experiment_main(
+    run: Callable[[Any], None],
+    defaults: Any,
+    argv: Sequence[str] | None,
+    *,
+    name: str,
+    description: str | None,
+    presets: Mapping[str, Mapping[str, Any]] | None = None,
+    normalize: Callable[[Any], Any] = lambda flags: flags,
+) -> int:
+    """The command line of an experiment; returns the exit code.
+
+    Args:
+      run: takes the flags.
+      defaults, presets, normalize: as for `parse`.
+      argv: the arguments; None for those of the process, which is started anew first
+        where that makes it faster.
+      name, description: of the experiment.
+    """
+    if argv is None:
+        launch.start_tuned()
+    return run_main(
+        lambda: run(
+            parse(
+                defaults,
+                presets or {},
+                argv,
+                description or "",
+                f"experiments.{name}",
+                normalize,
+            )
+        )
+    )
 
 
 def run_main(run: Callable[[], None]) -> int:

@@ -159,12 +159,7 @@ def _run_group(
         flags.training.algorithms, setup.make_setting(flags, prepared)
     )
     prepared = prepared._replace(notices=prepared.notices + notes)
-    limit = launch.memory_limit(flags.device, mesh)
-    prepared, plans = results.plan_all(
-        built, prepared, flags.training, flags.device, flags.run, limit
-    )
-    setup.open_run("fedtp", flags, prepared)
-    results.print_plan(console, prepared, flags.training, plans)
+    prepared, plans, _ = results.begin("fedtp", flags, prepared, built, mesh, console)
     group: Group = {}
     for algorithm in built:
         name = algorithm.name
@@ -530,19 +525,13 @@ def _marked(table: Comparison) -> list[list[str]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    if argv is None:
-        launch.start_tuned()
-    return cli.run_main(
-        lambda: run(
-            cli.parse(
-                Flags(run=RunFlags(seeds=3)),
-                {},
-                argv,
-                __doc__ or "",
-                f"experiments.{EXPERIMENT}",
-                _with_absolute_paths,
-            )
-        )
+    return cli.experiment_main(
+        run,
+        Flags(run=RunFlags(seeds=3)),
+        argv,
+        name=EXPERIMENT,
+        description=__doc__,
+        normalize=_with_absolute_paths,
     )
 
 

@@ -84,15 +84,9 @@ def _run_on(mesh: Mesh, flags: Flags, console: Console) -> None:
     setting = setup.make_setting(flags, prepared)
     built, notes = algorithms.build_all(flags.training.algorithms, setting)
     prepared = prepared._replace(notices=prepared.notices + notes)
-    limit = launch.memory_limit(flags.device, mesh)
-    prepared, plans = results.plan_all(
-        built, prepared, flags.training, flags.device, flags.run, limit
+    prepared, plans, out = results.begin(
+        EXPERIMENT, flags, prepared, built, mesh, console
     )
-    out = setup.open_run(EXPERIMENT, flags, prepared)
-    console.print(f"run folder: {out}", soft_wrap=True)
-    results.print_plan(console, prepared, flags.training, plans)
-    for note in launch.process_notes():
-        console.print(f"note: {note}")
     outcomes = driver.train_all(built, prepared, plans, flags.training, flags.run, out)
     if not launch.is_first_process():
         return
@@ -103,19 +97,14 @@ def _run_on(mesh: Mesh, flags: Flags, console: Console) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    if argv is None:
-        launch.start_tuned()
-    return cli.run_main(
-        lambda: run(
-            cli.parse(
-                Flags(),
-                PRESETS,
-                argv,
-                __doc__ or "",
-                "experiments.fedtp",
-                lambda flags: replace(flags, data=setup.absolute_paths(flags.data)),
-            )
-        )
+    return cli.experiment_main(
+        run,
+        Flags(),
+        argv,
+        name=EXPERIMENT,
+        description=__doc__,
+        presets=PRESETS,
+        normalize=setup.with_absolute_paths,
     )
 
 

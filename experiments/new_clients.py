@@ -10,7 +10,7 @@ on the new clients' test examples over steps, for several numbers of their examp
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -89,14 +89,8 @@ def run(flags: Flags) -> None:
     for algorithm in built:
         onboarding.check_joins(algorithm)
     old = old._replace(notices=old.notices + notes)
-    limit = launch.memory_limit(flags.device, mesh)
-    old, plans = results.plan_all(
-        built, old, flags.training, flags.device, flags.run, limit
-    )
-    out = setup.open_run(EXPERIMENT, flags, old)
-    console.print(f"run folder: {out}", soft_wrap=True)
-    console.print(f"{new.num_clients} of the clients join when the rest is trained")
-    results.print_plan(console, old, flags.training, plans)
+    old, plans, out = results.begin(EXPERIMENT, flags, old, built, mesh, console)
+    console.print(f"{new.num_clients} more clients join when these are trained")
     outcomes, methods = [], []
     with stop_signals() as stop_signal:
         for algorithm in built:
@@ -311,19 +305,13 @@ def write_curves(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    if argv is None:
-        launch.start_tuned()
-    return cli.run_main(
-        lambda: run(
-            cli.parse(
-                DEFAULTS,
-                {},
-                argv,
-                __doc__ or "",
-                f"experiments.{EXPERIMENT}",
-                lambda flags: replace(flags, data=setup.absolute_paths(flags.data)),
-            )
-        )
+    return cli.experiment_main(
+        run,
+        DEFAULTS,
+        argv,
+        name=EXPERIMENT,
+        description=__doc__,
+        normalize=setup.with_absolute_paths,
     )
 
 

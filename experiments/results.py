@@ -6,14 +6,20 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
 from experiments import launch
 from experiments.cli import to_flat
 from experiments.driver import Outcome, evaluation_row, mean_rows
-from experiments.flags import DeviceFlags, RunFlags, TrainingFlags
-from experiments.setup import Setup, command_line
+from experiments.flags import (
+    DeviceFlags,
+    RunFlags,
+    TrainingFlags,
+    TrainingRunFlags,
+)
+from experiments.setup import Setup, command_line, open_run
 from fedjax_tp import tree
 from fedjax_tp.algorithms import Algorithm
 from fedjax_tp.data import partition
@@ -191,6 +197,34 @@ def plan_all(
         ),
         {name: plan._replace(lanes=lanes) for name, plan in plans.items()},
     )
+
+
+def begin(
+    experiment: str,
+    flags: TrainingRunFlags,
+    setup: Setup,
+    algorithms: Sequence[Algorithm],
+    mesh: Mesh,
+    console: Console,
+) -> tuple[Setup, dict[str, Plan], Path]:
+    """Plans the run, opens its folder, and says what will run.
+
+    Returns:
+      The setup as the memory allows it, the plan of each algorithm, and the folder.
+
+    Raises:
+      InputError: the memory or the folder does not allow the run.
+    """
+    limit = launch.memory_limit(flags.device, mesh)
+    setup, plans = plan_all(
+        algorithms, setup, flags.training, flags.device, flags.run, limit
+    )
+    out = open_run(experiment, flags, setup)
+    console.print(f"run folder: {out}", soft_wrap=True)
+    print_plan(console, setup, flags.training, plans)
+    for note in launch.process_notes():
+        console.print(f"note: {note}")
+    return setup, plans, out
 
 
 def _was_kept_on_host(run: RunFlags) -> bool | None:

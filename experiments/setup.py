@@ -393,6 +393,11 @@ def absolute_paths(data: DataFlags) -> DataFlags:
     )
 
 
+def with_absolute_paths(flags: Any) -> Any:
+    """An experiment's flags with `absolute_paths`."""
+    return dataclasses.replace(flags, data=absolute_paths(flags.data))
+
+
 def open_run(experiment: str, flags: Any, setup: Setup) -> Path:
     """Makes the run folder with `config.json` and `partition.json`, or reopens it.
 
