@@ -10,7 +10,7 @@ local, averaged and FedTP's models on the same images, and with attention rollou
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
