@@ -106,7 +106,7 @@ def parse(
             )
         config = Path(known.out) / "config.json"
         if config.is_file():
-            saved = _saved_flags(config, defaults)
+            saved = _saved_flags(config, defaults, prog.removeprefix("experiments."))
         elif Path(known.out).is_dir() and not is_empty(Path(known.out)):
             raise InputError(f"out {known.out} holds no run to resume (no config.json)")
     values = presets.get(known.preset, {}) if saved is None else saved
@@ -139,10 +139,15 @@ def tyro_cli(
         raise InputError(words or "bad flags") from None
 
 
-def _saved_flags(config: Path, defaults: Any) -> dict[str, Any]:
+def _saved_flags(config: Path, defaults: Any, experiment: str) -> dict[str, Any]:
     content = read_json(config)
     if not isinstance(content, dict) or not isinstance(content.get("flags"), dict):
         raise InputError(f"{config} holds no flags; it is not the config of a run")
+    if content.get("experiment") != experiment:
+        raise InputError(
+            f"{config.parent} holds a run of {content.get('experiment')!r}; allowed is "
+            f"one of {experiment!r}"
+        )
     saved, known, hints = content["flags"], to_flat(defaults), _hints(type(defaults))
     for name in known:
         if name not in saved or not _fits(saved[name], hints[name]):

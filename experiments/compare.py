@@ -25,7 +25,7 @@ from experiments.driver import Outcome
 from experiments.flags import RunFlags, TrainingRunFlags
 from fedjax_tp import algorithms
 from fedjax_tp.analysis.comparison import Difference, paired_difference
-from fedjax_tp.io import folder, plots, report
+from fedjax_tp.io import folder, metrics, plots, report
 from fedjax_tp.io.signals import SignalReceived, stop_signals
 from fedjax_tp.models.task import Metrics
 from fedjax_tp.simulation import evaluation
@@ -33,6 +33,8 @@ from fedjax_tp.simulation.plan import Plan
 from fedjax_tp.types import InputError
 
 EXPERIMENT = "compare"
+_GROUP = "compare/group"
+"""What the folder of a group says it is: nothing to be resumed alone."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +77,20 @@ def run(flags: Flags) -> None:
             f"reference is {flags.reference!r}; allowed is one of {', '.join(names)}"
         )
     lrs = _learning_rates(flags)
+    if flags.tune and flags.data.validation:
+        raise InputError("tune and validation hold the same examples out; give one")
     for group_flags in _groups(flags):
         setup.check_flags(group_flags.data, group_flags.training, group_flags.run)
-        # The last group must not fail when all others are done.
-        setup.check_data(group_flags.data, group_flags.run.seed)
     mesh = launch.make_mesh(flags.device)
     if jax.process_count() > 1:
         raise InputError("the comparison runs in one process; leave --num-processes")
+    for group_flags in _groups(flags):
+        _check_group(mesh, group_flags)
     console = launch.make_console()
-    out = Path(flags.run.out or f"runs/{EXPERIMENT}")
-    if not folder.open_folder(out, resume=flags.run.resume):
+    out = setup.new_folder(EXPERIMENT) if flags.run.out is None else Path(flags.run.out)
+    if folder.open_folder(out, resume=flags.run.resume):
+        setup.note_rounds(out, flags.training.rounds)
+    else:
         setup.write_config(out, EXPERIMENT, flags)
     console.print(f"run folder: {out}", soft_wrap=True)
     found: dict[str, Group] = {}
@@ -142,6 +148,23 @@ def _group_name(flags: Flags) -> str:
     return "-".join(part.replace(":", "_").replace("/", "_") for part in parts)
 
 
+def _check_group(mesh: Mesh, flags: Flags) -> None:
+    """Raises InputError for a group that could not run, before any other runs."""
+    datas = [flags.data]
+    if flags.tune:
+        datas.append(replace(flags.data, validation=True))
+    for data in datas:
+        prepared = setup.make_setup(data, flags.model, flags.training, flags.run, mesh)
+        setting = setup.make_setting(flags, prepared)
+        built, _ = algorithms.build_all(flags.training.algorithms, setting)
+        names = [algorithm.name for algorithm in built]
+        if flags.reference is not None and flags.reference not in names:
+            raise InputError(
+                f"reference is {flags.reference!r}, which does not go with the model; "
+                f"allowed is one of {', '.join(names)}"
+            )
+
+
 def _run_group(
     mesh: Mesh,
     flags: Flags,
@@ -159,7 +182,7 @@ def _run_group(
         flags.training.algorithms, setup.make_setting(flags, prepared)
     )
     prepared = prepared._replace(notices=prepared.notices + notes)
-    prepared, plans, _ = results.begin("fedtp", flags, prepared, built, mesh, console)
+    prepared, plans, _ = results.begin(_GROUP, flags, prepared, built, mesh, console)
     group: Group = {}
     for algorithm in built:
         name = algorithm.name
@@ -185,8 +208,11 @@ def _run_group(
             folder.write_json(saved, _cell_content(cell, flags.training.rounds))
         group[name] = cell
     outcomes = [cell.outcome for cell in group.values()]
-    results.write_results(out, "fedtp", flags, prepared, outcomes, flags.run, console)
-    return group, prepared.notices
+    results.write_results(
+        out, EXPERIMENT, flags, prepared, outcomes, flags.run, console
+    )
+    rows = metrics.read_rows(out / "metrics.jsonl")
+    return group, (*prepared.notices, *results.left_out_notices(rows))
 
 
 def _run_in(out: Path, run_flags: RunFlags) -> RunFlags:
@@ -207,7 +233,13 @@ def _tuned(
     console: Console,
     stop_signal: SignalReceived,
 ) -> float:
-    """The learning rate with the best pooled accuracy on held-out training examples."""
+    """The learning rate with the best pooled accuracy on held-out training examples.
+
+    Once chosen it stays: a run that goes on for more rounds has been trained with it.
+    """
+    chosen = out / "tune" / f"{name}.json"
+    if chosen.is_file():
+        return folder.read_json(chosen)["client_lr"]
     scores = {}
     for lr in lrs:
         place = out / "tune" / f"lr-{lr:g}"
@@ -218,7 +250,9 @@ def _tuned(
         scores[lr] = _tune_score(mesh, tuning, name, saved, stop_signal)
         console.print(f"{name}: lr {lr:g}: {100 * scores[lr]:.1f}% on held-out")
     # The smaller of two that are as good.
-    return max(sorted(scores), key=lambda lr: scores[lr])
+    best = max(sorted(scores), key=lambda lr: scores[lr])
+    folder.write_json(chosen, {"client_lr": best})
+    return best
 
 
 def _tune_score(
@@ -238,7 +272,7 @@ def _tune_score(
     prepared, plans = results.plan_all(
         [algorithm], prepared, flags.training, flags.device, flags.run, limit
     )
-    setup.open_run("fedtp", flags, prepared)
+    setup.open_run(_GROUP, flags, prepared)
     outcome, _ = driver.train(
         algorithm, prepared, plans[name], flags.training, flags.run, out, stop_signal
     )
@@ -343,8 +377,9 @@ def accuracy_table(found: Mapping[str, Group]) -> Comparison:
             row.append(f"{100 * pooled.mean():.1f} ± {100 * pooled.std():.1f}")
             bold.append(pooled.mean() >= best[title])
         cells = [group[name] for group in found.values() if name in group]
-        plan = cells[0].outcome.plan
-        row.append(results.human(plan.bytes_down + plan.bytes_up))
+        plans = [cell.outcome.plan for cell in cells]
+        sizes = [results.human(plan.bytes_down + plan.bytes_up) for plan in plans]
+        row.append(" / ".join(dict.fromkeys(sizes)))
         row.append(f"{sum(cell.outcome.seconds for cell in cells) / 60:.1f}")
         rows.append(row)
         is_best.append([*bold, False, False])
@@ -354,11 +389,11 @@ def accuracy_table(found: Mapping[str, Group]) -> Comparison:
 
 def difference_table(found: Mapping[str, Group], reference: str | None) -> Comparison:
     """Differences in points to the reference, with 95% intervals."""
-    header = ["algorithm", *found]
     columns = {}
     for title, group in found.items():
-        against = reference if reference in group else next(iter(group))
-        columns[title] = differences(group, against)
+        against = reference or next(iter(group))
+        columns[f"{title}, to {against}"] = differences(group, against)
+    header = ["algorithm", *columns]
     names = list(dict.fromkeys(name for column in columns.values() for name in column))
     rows = [
         [
@@ -413,7 +448,7 @@ def csv_rows(found: Mapping[str, Group], reference: str | None) -> list[dict[str
     """A row a data set, partition and algorithm; shares, not %."""
     rows = []
     for title, group in found.items():
-        against = reference if reference in group else next(iter(group))
+        against = reference or next(iter(group))
         by_name = differences(group, against)
         for name, cell in group.items():
             difference = by_name.get(name, Difference(0.0, 0.0, 0.0))
@@ -449,12 +484,11 @@ def write_comparison(
     reference = flags.reference
     accuracy = accuracy_table(found)
     points = difference_table(found, reference)
-    against = reference or next(iter(next(iter(found.values()))))
     titles = {
         "table": f"Test accuracy, %: mean ± standard deviation over {flags.run.seeds} "
         "seeds",
-        "differences": f"Points more than {against}, with 95% bootstrap intervals over "
-        "seeds and clients",
+        "differences": "Points more than a reference, with 95% bootstrap intervals "
+        "over seeds and clients",
     }
     for name, table in (("table", accuracy), ("differences", points)):
         folder.write_text(out / f"{name}.md", f"{titles[name]}\n\n{to_markdown(table)}")

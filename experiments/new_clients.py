@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from rich.console import Console
 
 from experiments import cli, driver, launch, results, setup
@@ -35,6 +36,7 @@ from fedjax_tp.types import InputError
 
 EXPERIMENT = "new_clients"
 _ALL = "all"
+_MOST = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def run(flags: Flags) -> None:
             methods += joinings(algorithm, state, flags, setting, old)
     results.write_results(out, EXPERIMENT, flags, old, outcomes, flags.run, console)
     key = jax.random.key(flags.run.seed)
-    optimizer = sgd(flags.training.client_lr, flags.training.client_momentum, 0.0)
+    optimizer = client_sgd(flags.training)
     methods.append(onboarding.local_joining(old.task, key, optimizer))
     rows = measure(methods, flags, new, console)
     write_curves(out, flags, new, rows, console)
@@ -136,7 +138,8 @@ def parse_steps(text: str) -> tuple[int, ...]:
       InputError: anything but whole numbers of 0 or more, each larger than the last.
     """
     steps = tuple(_whole_number(part) for part in text.split(","))
-    if min(steps) < 0 or sorted(set(steps)) != list(steps):
+    is_ascending = sorted(set(steps)) == list(steps)
+    if not is_ascending or steps[0] < 0 or steps[-1] > _MOST:
         raise InputError(
             f"fit steps is {text!r}; allowed are ascending whole numbers, such as "
             "0,1,10"
@@ -152,7 +155,7 @@ def parse_samples(text: str) -> tuple[tuple[str, int], ...]:
     """
     found = []
     for part in map(str.strip, text.split(",")):
-        number = np.iinfo(np.int32).max if part == _ALL else _whole_number(part)
+        number = _MOST if part == _ALL else min(_whole_number(part), _MOST)
         if number < 1:
             raise InputError(
                 f"samples is {text!r}; allowed are whole numbers above 0, and all"
@@ -198,7 +201,7 @@ def joinings(
     """The ways to join that a trained algorithm allows."""
     training = flags.training
     if not isinstance(state.server, FedTPState):
-        optimizer = sgd(training.client_lr, training.client_momentum, 0.0)
+        optimizer = client_sgd(training)
         return [onboarding.joining(algorithm, state.server, optimizer)]
     optimizer = sgd(flags.embedding_lr, training.client_momentum, 0.0)
     inputs = (setting.task, state.server, setting.hypernetwork)
@@ -210,6 +213,13 @@ def joinings(
             onboarding.encoder_joining(*inputs, old.train, key, optimizer, encoder)
         )
     return found
+
+
+def client_sgd(training: TrainingFlags) -> optax.GradientTransformation:
+    """The optimizer of local training."""
+    return sgd(
+        training.client_lr, training.client_momentum, training.client_weight_decay
+    )
 
 
 def measure(
@@ -225,6 +235,7 @@ def measure(
             steps,
             batch_size=new.schedule.batch_size,
             examples=min(new.schedule.capacity, EncoderConfig().examples),
+            capacity=new.schedule.capacity,
             test_capacity=new.test_capacity,
         )
         for name, samples in parse_samples(flags.samples):

@@ -141,12 +141,15 @@ def make_setup(
     """
     dataset = _load(data)
     seeds = tuple(range(run.seed, run.seed + run.seeds))
-    partitions = tuple(select(deal_to_clients(data, dataset, seed)) for seed in seeds)
+    dealt = tuple(deal_to_clients(data, dataset, seed) for seed in seeds)
+    partitions = tuple(map(select, dealt))
     num_clients = partitions[0].num_clients
     task = make_task(model, dataset.x_train.shape[1:], dataset.num_classes)
     shown, placed = dataset, partitions
     if data.shift is not None:
-        shown, placed = _shifted(dataset, partitions, data.shift, seeds)
+        # By a client's number among all: whoever takes part, its images are the same.
+        shown, placed = _shifted(dataset, dealt, data.shift, seeds)
+        placed = tuple(map(select, placed))
     train, test = (
         replicate(federate(shown, split, [getattr(p, split) for p in placed]), mesh)
         for split in ("train", "test")
@@ -208,11 +211,6 @@ def default_lanes(cohort: int, mesh: Mesh) -> int:
     all that a device gets.
     """
     return 1 if jax.default_backend() == "cpu" else -(-cohort // mesh.size)
-
-
-def check_data(data: DataFlags, seed: int) -> None:
-    """Raises InputError for data that is not there, or cannot be dealt as asked."""
-    deal_to_clients(data, _load(data), seed)
 
 
 def _load(data: DataFlags) -> catalog.Dataset:
@@ -405,7 +403,7 @@ def open_run(experiment: str, flags: Any, setup: Setup) -> Path:
       InputError: the folder cannot be used; see `folder.open_folder`.
     """
     run: RunFlags = flags.run
-    out = _new_folder(setup.dataset.name) if run.out is None else Path(run.out)
+    out = new_folder(setup.dataset.name) if run.out is None else Path(run.out)
     if folder.open_folder(out, resume=run.resume):
         _allow_more_rounds(out, flags.training.rounds)
     else:
@@ -430,7 +428,7 @@ def open_run(experiment: str, flags: Any, setup: Setup) -> Path:
 
 
 def _allow_more_rounds(out: Path, rounds: int) -> None:
-    """Notes in `config.json` how many rounds the run now has."""
+    """Refuses fewer rounds than a run has done, and notes how many it now has."""
     done = max(
         (r["round"] for r in metrics.read_rows(out / "metrics.jsonl")), default=0
     )
@@ -439,6 +437,11 @@ def _allow_more_rounds(out: Path, rounds: int) -> None:
             f"rounds is {rounds}, but the run in {out} has done {done}; allowed is "
             f"{done} or more"
         )
+    note_rounds(out, rounds)
+
+
+def note_rounds(out: Path, rounds: int) -> None:
+    """Notes in `config.json` how many rounds a run that goes on now has."""
     config = folder.read_json(out / "config.json")
     config["flags"]["rounds"] = rounds
     folder.write_json(out / "config.json", config)
@@ -453,7 +456,7 @@ def _checksum(dataset: catalog.Dataset) -> int:
     return total
 
 
-def _new_folder(dataset: str) -> Path:
+def new_folder(dataset: str) -> Path:
     """A folder under runs/ that is not there yet, named by time and data set."""
     kind, _, argument = dataset.partition(":")
     name = Path(argument).stem if argument else kind

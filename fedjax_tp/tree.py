@@ -62,6 +62,11 @@ def stack_copies(tree: Tree, copies: int) -> Tree:
     )
 
 
+def choose(condition: Bool[Array, ""], if_true: Tree, if_false: Tree) -> Tree:
+    """One of two trees of equal structure."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), if_true, if_false)
+
+
 def where_rows(condition: Bool[Array, " rows"], if_true: Tree, if_false: Tree) -> Tree:
     """Chooses row by row of two stacked trees of equal structure."""
     return jax.tree.map(

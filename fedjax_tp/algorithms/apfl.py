@@ -16,6 +16,7 @@ from fedjax_tp.algorithms.base import (
     Message,
     PartialState,
     Update,
+    adopt_statistics,
     descent,
     is_nothing,
     partial_personalization,
@@ -49,7 +50,7 @@ def apfl(
     task: Task, optimizer: ClientOptimizer, *, alpha: float, adaptive: bool
 ) -> Algorithm:
     """FedAvg, and v that descends the loss of alpha * v + (1 - alpha) * w, the model
-    that is used. Alpha 0 is FedAvg, alpha 1 local training.
+    that is used. Alpha 0 is FedAvg (running statistics apart), alpha 1 local training.
 
     Args:
       task: model and loss.
@@ -106,4 +107,6 @@ def apfl(
 
 
 def _mix(v: Params, w: Params, alpha: Float[Array, ""]) -> Params:
-    return jax.tree.map(lambda a, b: alpha * a + (1 - alpha) * b, v, w)
+    mixed = jax.tree.map(lambda a, b: alpha * a + (1 - alpha) * b, v, w)
+    # Those of v were taken when the mixture saw its batches.
+    return adopt_statistics(mixed, v)

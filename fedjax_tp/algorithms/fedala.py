@@ -28,7 +28,7 @@ from fedjax_tp.algorithms.base import (
     training_metrics,
 )
 from fedjax_tp.models.task import Task
-from fedjax_tp.types import Batch, Params, PRNGKey, Progress, Tree
+from fedjax_tp.types import Batch, Params, PRNGKey, Progress
 
 
 class AlaKept(NamedTuple):
@@ -39,10 +39,10 @@ class AlaKept(NamedTuple):
 
 
 class AlaCarry(NamedTuple):
-    """Training, whose reference is the global head, and where it started."""
+    """Training, whose reference is the global head; the old head, and W so far."""
 
     local: LocalCarry
-    start: AlaKept
+    kept: AlaKept
 
 
 def fedala(
@@ -100,16 +100,18 @@ def fedala(
         trained = take_step(sgd_step, local, batch, found)
         return AlaCarry(
             trained._replace(
-                params=_choose(learns_weights, started, trained.params),
-                opt_state=_choose(learns_weights, local.opt_state, trained.opt_state),
+                params=tree.choose(learns_weights, started, trained.params),
+                opt_state=tree.choose(
+                    learns_weights, local.opt_state, trained.opt_state
+                ),
             ),
-            AlaKept(old, _choose(learns_weights, stepped, weights)),
+            AlaKept(old, tree.choose(learns_weights, stepped, weights)),
         )
 
     def client_finish(message: Message, carry: AlaCarry) -> Update:
         params = carry.local.params
         head, _ = tree.split(params, is_head)
-        kept = AlaKept(head, carry.start.weights)
+        kept = AlaKept(head, carry.kept.weights)
         return Update(params, None, kept, training_metrics(carry.local))
 
     average = partial_personalization("fedala", task, optimizer, is_nothing)
@@ -124,7 +126,3 @@ def fedala(
 
 def _between(ours: Params, theirs: Params, weights: Params) -> Params:
     return jax.tree.map(lambda a, b, w: a + (b - a) * w, ours, theirs, weights)
-
-
-def _choose(condition: jax.Array, if_true: Tree, if_false: Tree) -> Tree:
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), if_true, if_false)

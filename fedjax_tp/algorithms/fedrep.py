@@ -23,7 +23,7 @@ from fedjax_tp.algorithms.base import (
     training_step,
 )
 from fedjax_tp.models.task import Task
-from fedjax_tp.types import Array, Batch, Bool, Params, PRNGKey, Progress, Tree
+from fedjax_tp.types import Batch, Params, PRNGKey, Progress, Tree
 
 
 def fedrep(task: Task, optimizer: ClientOptimizer, *, head_share: float) -> Algorithm:
@@ -58,7 +58,7 @@ def fedrep(task: Task, optimizer: ClientOptimizer, *, head_share: float) -> Algo
             for c in (carry, moved)
         )
         states = {
-            part: _choose(is_head_phase == (part == "head"), new[part], old[part])
+            part: tree.choose(is_head_phase == (part == "head"), new[part], old[part])
             for part in new
         }
         (old_head, old_body), (head, body) = (
@@ -66,8 +66,8 @@ def fedrep(task: Task, optimizer: ClientOptimizer, *, head_share: float) -> Algo
         )
         return moved._replace(
             params=tree.merge(
-                _choose(is_head_phase, head, old_head),
-                _choose(is_head_phase, old_body, body),
+                tree.choose(is_head_phase, head, old_head),
+                tree.choose(is_head_phase, old_body, body),
             ),
             opt_state=optax.PartitionState(states),
         )
@@ -80,7 +80,3 @@ def _labels(params: Params) -> Tree:
     return jax.tree_util.tree_map_with_path(
         lambda path, _: "head" if is_head(tree.path_name(path)) else "body", params
     )
-
-
-def _choose(condition: Bool[Array, ""], if_true: Tree, if_false: Tree) -> Tree:
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), if_true, if_false)

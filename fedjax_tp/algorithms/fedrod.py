@@ -25,7 +25,7 @@ from fedjax_tp.algorithms.base import (
     sgd,
     take_step,
 )
-from fedjax_tp.models.task import Forward, Task, apply_head
+from fedjax_tp.models.task import Forward, Task, apply_head, next_characters
 from fedjax_tp.types import Array, Batch, Float, Params, PRNGKey, Progress, Tree
 
 
@@ -60,7 +60,7 @@ def balanced(
     """Logits plus log class frequencies: the balanced softmax of Ren et al. 2020.
 
     Counts will do: their scale cancels. A class of which there is none gets a very
-    small one, not log 0: its gradient is zero either way, and never NaN.
+    small one, not log 0: its gradient is zero while it is no target, and never NaN.
     """
     return logits + jnp.log(jnp.maximum(counts, 1e-12))
 
@@ -107,8 +107,9 @@ def with_personal_head(
 
     def client_step(carry: RodCarry, batch: Batch, progress: Progress) -> RodCarry:
         generic = carry.generic
-        seen = jax.nn.one_hot(batch.y, num_classes) * batch.mask[:, None]
-        counts = carry.counts + seen.sum(axis=0)
+        labels = next_characters(batch) if task.is_sequence else batch.y[:, None]
+        seen = jax.nn.one_hot(labels, num_classes) * batch.mask[:, None, None]
+        counts = carry.counts + seen.sum(axis=(0, 1))
 
         def generic_loss(params: Params) -> tuple[Array, Forward]:
             key = jax.random.fold_in(generic.key, progress.step)

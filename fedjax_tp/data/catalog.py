@@ -584,12 +584,18 @@ def _leaf(name: str, folder: str, data_dir: str | None) -> Dataset:
     splits = [text.read_leaf(folder, split) for split in ("train", "test")]
     users = sorted(set(splits[0].x) & set(splits[1].x))
     values = [v for s in splits for u in s.x for v in (*s.x[u], *s.y[u])]
-    lengths = {len(v) for s in splits for x in s.x.values() for v in x if v}
-    if not all(isinstance(value, str) for value in values) or len(lengths) != 1:
+    kinds = sorted({type(value).__name__ for value in values})
+    if kinds != ["str"]:
         raise InputError(
             f"{folder}: x must be texts of one length and y the character after each, "
-            f"as in LEAF's Shakespeare; found lengths {sorted(lengths)[:5]}"
+            f"as in LEAF's Shakespeare; found {', '.join(kinds) or 'nothing'}"
         )
+    lengths = {len(value) for s in splits for x in s.x.values() for value in x}
+    if len(lengths) != 1 or 0 in lengths:
+        raise InputError(
+            f"{folder}: x must be texts of one length; found {sorted(lengths)[:5]}"
+        )
+    (length,) = lengths
     if not all(len(v) == 1 for s in splits for y in s.y.values() for v in y):
         raise InputError(f"{folder}: y must be single characters")
     characters = text.alphabet(values)
@@ -597,7 +603,7 @@ def _leaf(name: str, folder: str, data_dir: str | None) -> Dataset:
     def of_user(split: text.LeafSplit, user: str) -> text.TextExamples:
         x = text.encode("".join(split.x[user]), characters)
         y = text.encode("".join(split.y[user]), characters)
-        return text.TextExamples(x.reshape(len(y), -1), y.astype(np.int32))
+        return text.TextExamples(x.reshape(len(y), length), y.astype(np.int32))
 
     examples = {u: [of_user(split, u) for split in splits] for u in users}
     found = _by_owner(name, examples, characters)

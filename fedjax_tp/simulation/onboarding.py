@@ -17,10 +17,15 @@ import optax
 from fedjax_tp import tree
 from fedjax_tp.algorithms.base import Algorithm, PartialState, ServerState
 from fedjax_tp.algorithms.fedtp import FedTPState
-from fedjax_tp.data.federated import FederatedDataset, client_sizes, gather
+from fedjax_tp.data.federated import (
+    FederatedDataset,
+    client_sizes,
+    gather,
+    shuffled,
+)
 from fedjax_tp.hypernetwork import HypernetworkConfig, emit
 from fedjax_tp.models.attention import is_attention_projection
-from fedjax_tp.models.task import Metrics, Task
+from fedjax_tp.models.task import Metrics, Task, masked_mean
 from fedjax_tp.types import (
     Array,
     Batch,
@@ -41,12 +46,14 @@ class Joining(NamedTuple):
       start: `(batch) -> variables` to begin with; may look at some examples.
       to_params: `(variables) -> params` of the task.
       optimizer: of the variables.
+      fits_parameters: are the variables some of the model's parameters, at their place?
     """
 
     name: str
     start: Callable[[Batch], Tree]
     to_params: Callable[[Tree], Params]
     optimizer: optax.GradientTransformation
+    fits_parameters: bool = True
 
 
 def joining(
@@ -139,9 +146,26 @@ def embedding_joining(
     optimizer: optax.GradientTransformation,
 ) -> Joining:
     """FedTP: the embedding alone, from the mean of the trained clients'."""
-    mean = server.hypernetwork.embeddings.mean(axis=0)
+    mean = mean_embedding(server, config)
     to_params = emitted_params(task, server, config)
-    return Joining("fedtp: embedding", lambda batch: mean, to_params, optimizer)
+    return Joining("fedtp: embedding", lambda batch: mean, to_params, optimizer, False)
+
+
+def mean_embedding(
+    server: FedTPState, config: HypernetworkConfig
+) -> Float[Array, " embedding_dim"]:
+    """The mean of the trained clients' embeddings.
+
+    Where features have a fixed norm it is scaled to the norm that embeddings have: what
+    is emitted stays about the same, and a step of the embedding goes as far as it
+    would for a trained client, however many there are.
+    """
+    embeddings = server.hypernetwork.embeddings
+    mean = embeddings.mean(axis=0)
+    if not config.feature_norm:
+        return mean
+    typical = jnp.mean(jnp.linalg.norm(embeddings, axis=1))
+    return mean * typical / (jnp.linalg.norm(mean) + 1e-6)
 
 
 class EncoderConfig(NamedTuple):
@@ -189,7 +213,7 @@ def encoder_joining(
     forward = task.forward
     assert forward is not None
     to_params = emitted_params(task, server, config)
-    mean = server.hypernetwork.embeddings.mean(axis=0)
+    mean = mean_embedding(server, config)
     middle = to_params(mean)
     dim, num_classes = middle["head"]["kernel"].shape
     init_key, train_key = jax.random.split(key)
@@ -204,7 +228,8 @@ def encoder_joining(
         features = forward(middle, batch.x, None, None).features
         features = features.reshape(len(batch.y), -1, dim).mean(axis=1)
         # Every feature counts alike, whatever its scale.
-        features = features / (jnp.std(features) + 1e-6)
+        squares = jnp.sum(features**2, axis=1)
+        features = features / jnp.sqrt(masked_mean(squares, batch.mask) / dim + 1e-6)
         read = jnp.concatenate([features, jax.nn.one_hot(batch.y, num_classes)], axis=1)
         hidden = jax.nn.relu(read @ weights["inner"] + weights["bias"])
         count = jnp.maximum(batch.mask.sum(), 1)
@@ -238,7 +263,11 @@ def encoder_joining(
         return jax.lax.scan(step, (weights, adam.init(weights)), keys)[0][0]
 
     return Joining(
-        "fedtp: encoder, embedding", partial(encode, fit(weights)), to_params, optimizer
+        "fedtp: encoder, embedding",
+        partial(encode, fit(weights)),
+        to_params,
+        optimizer,
+        False,
     )
 
 
@@ -261,11 +290,12 @@ def make_joining_curve(
     *,
     batch_size: int,
     examples: int,
+    capacity: int,
     test_capacity: int,
 ) -> Callable[..., Metrics]:
     """Compiles `curve(train, test, samples, key) -> Metrics`, `[clients, steps]`.
 
-    Every client starts, takes so many steps on batches of its first `samples` training
+    Every client starts, takes so many steps on batches of `samples` of its training
     examples (all, if it has fewer), and is measured on all its test examples.
 
     Args:
@@ -274,13 +304,18 @@ def make_joining_curve(
       steps: ascending numbers of steps after which to measure.
       batch_size: examples a step.
       examples: how many the start may look at.
-      test_capacity: test examples of the largest client.
+      capacity, test_capacity: training and test examples of the largest client.
     """
 
     def one_client(train, test, samples, key, client):
-        size = jnp.minimum(client_sizes(train, client[None])[0], samples)
+        held = client_sizes(train, client[None])[0]
+        # Examples may be stored class by class: any few of them must be a mix. Those of
+        # 8 samples are among those of 32.
+        order_key, key = jax.random.split(key)
+        order = shuffled(order_key, held, capacity)
+        size = jnp.maximum(jnp.minimum(held, samples), 1)
         places = jnp.arange(examples)
-        seen = gather(train, client, places, places < size)
+        seen = gather(train, client, order.at[places].get(mode="clip"), places < size)
         variables = method.start(seen)
         opt_state = method.optimizer.init(variables)
         test_places = jnp.arange(test_capacity)
@@ -290,12 +325,21 @@ def make_joining_curve(
         def step(index, carried):
             variables, opt_state = carried
             batch_key, loss_key = jax.random.split(jax.random.fold_in(key, index))
-            drawn = draw_batch(batch_key, train, client, size, batch_size)
-            gradient = jax.grad(
-                lambda v: task.loss(method.to_params(v), drawn, loss_key)
-            )(variables)
+            places = jax.random.randint(batch_key, (batch_size,), 0, size)
+            drawn = gather(train, client, order[places], jnp.ones(batch_size, bool))
+
+            def objective(variables):
+                params = method.to_params(variables)
+                if task.loss_and_statistics is None:
+                    return task.loss(params, drawn, loss_key), None
+                return task.loss_and_statistics(params, drawn, loss_key)
+
+            gradient, statistics = jax.grad(objective, has_aux=True)(variables)
             updates, opt_state = method.optimizer.update(gradient, opt_state, variables)
-            return optax.apply_updates(variables, updates), opt_state
+            variables = optax.apply_updates(variables, updates)
+            if statistics is not None and method.fits_parameters:
+                variables = _adopted(variables, statistics)
+            return variables, opt_state
 
         bounds = jnp.array([0, *steps])
 
@@ -321,6 +365,16 @@ def make_joining_curve(
         )
 
     return curve
+
+
+def _adopted(variables: Tree, statistics: Tree) -> Tree:
+    """The variables with new running statistics, where they have some."""
+    return jax.tree.map(
+        lambda own, new: own if own is None or new is None else new,
+        variables,
+        statistics,
+        is_leaf=lambda leaf: leaf is None,
+    )
 
 
 def pooled_accuracy(metrics: Metrics) -> Float[Any, " steps"]:

@@ -103,8 +103,8 @@ def make_plan(
     )
     if algorithm.adapt is not None:
         # All of a client's examples at once.
-        one = jax.ShapeDtypeStruct((schedule.capacity, *data.x.shape[1:]), jnp.float32)
-        per_client += tree.num_bytes(one)
+        shape = (schedule.capacity, *data.x.shape[1:])
+        per_client += tree.num_bytes(jax.ShapeDtypeStruct(shape, jnp.float32))
     rows = (update.personal, update.kept, own, kept)
     cohort_bytes = seeds * cohort * tree.num_bytes(rows)
     return Plan(

@@ -137,6 +137,17 @@ def test_fedrod_steps_both_heads(small_task):
     assert_close(algorithm.predict(model, batch.x), expected)
 
 
+def test_fedrod_counts_the_targets_of_all_positions():
+    task = tasks.next_character(CharLSTM(6, hidden=4), 3)
+    text = Batch(
+        jnp.array([[[0.0, 1, 2], [5, 5, 5]]]),
+        jnp.array([[3, 5]]),
+        jnp.array([[True, False]]),
+    )
+    _, update = one_client(algorithms.fedrod(task, SGD), text)
+    assert update.kept.counts.tolist() == [0, 1, 1, 1, 0, 0]
+
+
 def test_the_contrastive_loss_is_the_formula():
     z, positive, negative = (np.array(draw((5, 4), seed)) for seed in range(3))
 

@@ -76,6 +76,15 @@ def test_leaf_is_read_by_user_whatever_its_files_are_called(tmp_path):
     assert np.array_equal(found[0].x_train, found[1].x_train)
 
 
+def test_a_leaf_user_without_examples_is_left_out(tmp_path):
+    users = {"a": "to be or not", "b": "to be"}
+    short = {"a": "to be or", "b": "none"}
+    files = {"train": {"a.json": users}, "test": {"a.json": short}}
+    dataset = catalog.load(leaf_folder(tmp_path, files))
+    assert dataset.owners.names == ("a",)
+    assert dataset.notices == ("1 clients have too little text, left out",)
+
+
 @pytest.mark.parametrize(
     ("files", "said"),
     [
@@ -102,6 +111,16 @@ def test_leaf_of_something_else_is_refused(tmp_path):
         (tmp_path / split / "a.json").write_text(json.dumps(data))
     with pytest.raises(InputError, match="x must be texts of one length"):
         catalog.load(f"leaf:{tmp_path}")
+    for x, y, said in (
+        ([1, 2], ["a", "b"], "x must be texts of one length"),
+        (["abcd", ""], ["a", "b"], r"found \[0, 4\]"),
+        (["abcd"], ["ab"], "y must be single characters"),
+    ):
+        data = {"user_data": {"u": {"x": x, "y": y}}}
+        for split in ("train", "test"):
+            (tmp_path / split / "a.json").write_text(json.dumps(data))
+        with pytest.raises(InputError, match=said):
+            catalog.load(f"leaf:{tmp_path}")
     (tmp_path / "train" / "a.json").write_text("[]")
     with pytest.raises(InputError, match="is not a file of LEAF"):
         catalog.load(f"leaf:{tmp_path}")

@@ -78,8 +78,11 @@ def test_it_resumes_cell_by_cell_to_the_same_bytes(finished, capsys, monkeypatch
     assert compare.main(["--out", str(finished), "--resume"]) == 0
     assert trained == []
     capsys.readouterr()
-    # A group is a run of the main experiment.
-    assert fedtp.main(["--out", str(finished), "--resume", "--rounds", "1"]) == 2
+    # A group is no run to go on with by itself, and a comparison none of another.
+    for out in (finished / "digits-iid", finished):
+        assert fedtp.main(["--out", str(out), "--resume"]) == 2
+        assert "holds a run of 'compare" in capsys.readouterr().err
+    assert compare.main(["--out", str(finished / "digits-iid"), "--resume"]) == 2
 
 
 def test_learning_rates_are_chosen_on_held_out_examples(tmp_path):
@@ -106,6 +109,9 @@ def test_latex_is_escaped_and_the_best_is_bold():
     ("flags", "said"),
     [
         (["--reference", "ditto"], "reference is 'ditto'"),
+        (["--algorithms", "all", "--reference", "fedtp"], "does not go with the model"),
+        (["--dataset", "digits,npz:no.npz"], "no.npz does not exist"),
+        (["--tune", "--validation"], "give one"),
         (["--tune-lrs", "0.1,-1"], "tune lrs is '0.1,-1'"),
         (["--partition", "iid,iid"], "allowed are different names"),
         (["--partition", "iid,bad"], "unknown partition 'bad'"),

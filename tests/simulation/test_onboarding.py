@@ -7,7 +7,10 @@ import optax
 import pytest
 
 from fedjax_tp.algorithms import Setting, build
+from fedjax_tp.data.federated import gather, shuffled
 from fedjax_tp.hypernetwork import HypernetworkConfig
+from fedjax_tp.models import task as tasks
+from fedjax_tp.models.cnn import LeNet
 from fedjax_tp.simulation import onboarding
 from fedjax_tp.simulation.onboarding import EncoderConfig
 from fedjax_tp.types import InputError
@@ -21,7 +24,13 @@ DATA = federate_sizes([9, 30, 12])
 
 def curve_of(task, method, steps, samples=1000, data=DATA):
     curve = onboarding.make_joining_curve(
-        task, method, steps, batch_size=4, examples=8, test_capacity=30
+        task,
+        method,
+        steps,
+        batch_size=4,
+        examples=8,
+        capacity=30,
+        test_capacity=30,
     )
     return curve(data, DATA, jnp.int32(samples), KEY)
 
@@ -39,10 +48,12 @@ def test_the_curve_is_gradient_descent_on_the_first_samples(small_task):
     for client in range(3):
         size = min(5, int(DATA.size[client]))
         params = server.shared
-        key = jax.random.fold_in(KEY, client)
+        order_key, key = jax.random.split(jax.random.fold_in(KEY, client))
         places = jnp.arange(30)
         own = int(DATA.size[client])
-        test = onboarding.gather(DATA, jnp.int32(client), places, places < own)
+        order = shuffled(order_key, jnp.int32(own), 30)
+        assert sorted(order[:own].tolist()) == list(range(own))
+        test = gather(DATA, jnp.int32(client), places, places < own)
         for step in range(4):
             if step in (0, 1, 3):
                 at = (0, 1, 3).index(step)
@@ -52,9 +63,9 @@ def test_the_curve_is_gradient_descent_on_the_first_samples(small_task):
                 )
                 assert found.examples[client, at] == own
             batch_key, loss_key = jax.random.split(jax.random.fold_in(key, step))
-            batch = onboarding.draw_batch(
-                batch_key, DATA, jnp.int32(client), jnp.int32(size), 4
-            )
+            drawn = order[jax.random.randint(batch_key, (4,), 0, size)]
+            assert set(drawn.tolist()) <= set(order[:size].tolist())
+            batch = gather(DATA, jnp.int32(client), drawn, jnp.ones(4, bool))
             gradient = jax.grad(small_task.loss)(params, batch, loss_key)
             params = jax.tree.map(lambda w, g: w - 0.1 * g, params, gradient)
 
@@ -84,9 +95,16 @@ def test_an_embedding_starts_at_the_mean_and_is_fitted_through_the_hypernetwork(
 ):
     _, server = trained("fedtp", small_task)
     method = onboarding.embedding_joining(small_task, server, CONFIG, SGD)
-    mean = server.hypernetwork.embeddings.mean(axis=0)
-    assert np.array_equal(method.start(None), mean)
-    params = method.to_params(mean)
+    embeddings = np.asarray(server.hypernetwork.embeddings)
+    mean = embeddings.mean(axis=0)
+    # In the direction of the mean, as long as embeddings are.
+    start = np.asarray(method.start(None))
+    np.testing.assert_allclose(
+        start / np.linalg.norm(start), mean / np.linalg.norm(mean), atol=1e-5
+    )
+    lengths = np.linalg.norm(embeddings, axis=1)
+    np.testing.assert_allclose(np.linalg.norm(start), lengths.mean(), rtol=1e-5)
+    params = method.to_params(jnp.asarray(start))
     assert np.array_equal(params["head"]["bias"], server.shared["head"]["bias"])
     found = curve_of(small_task, method, (0, 60))
     losses = found.loss.sum(axis=0)
@@ -106,16 +124,37 @@ def test_an_encoder_reads_embeddings_whatever_the_order(small_task):
         )
 
     places = jnp.arange(8)
-    batch = onboarding.gather(DATA, jnp.int32(1), places, places < 6)
+    batch = gather(DATA, jnp.int32(1), places, places < 6)
     untrained, fitted = method(0).start(batch), method(40).start(batch)
-    mean = server.hypernetwork.embeddings.mean(axis=0)
+    mean = onboarding.mean_embedding(server, CONFIG)
     np.testing.assert_allclose(untrained, mean, atol=1e-6)
     assert not np.allclose(fitted, mean, atol=1e-2)
     order = jnp.array([3, 0, 5, 1, 2, 4, 7, 6])
     turned = jax.tree.map(lambda leaf: leaf[order], batch)
     np.testing.assert_allclose(method(40).start(turned), fitted, atol=1e-5)
+    # Rows that are padding are not read.
+    mask = np.asarray(batch.mask).reshape(-1, 1, 1, 1)
+    other = batch._replace(x=jnp.where(mask, batch.x, 9.0))
+    np.testing.assert_allclose(method(40).start(other), fitted, atol=1e-5)
     # The trained encoder, with nothing fitted, is better than the mean embedding.
     before, after = (
         curve_of(small_task, method(steps), (0,)).loss.sum() for steps in (0, 40)
     )
     assert after < before
+
+
+def test_running_statistics_are_of_the_new_clients_batches():
+    task = tasks.classification(LeNet(3, batch_norm=True), (8, 8, 1))
+    still = optax.sgd(1e-9)
+    local = onboarding.local_joining(task, KEY, still)
+    algorithm, server = trained("fedbn", task)
+    kept = onboarding.joining(algorithm, server, still)
+    found = [
+        curve_of(task, method, (0, 1, 40)).loss.sum(axis=0) for method in (local, kept)
+    ]
+    for losses in found:
+        # Nothing but the statistics moves; both begin with the same model. (With pooling
+        # by a reduction one gradient here was infinite, as it was compiled.)
+        assert abs(losses[1] - losses[0]) > 1e-4
+        assert abs(losses[2] - losses[1]) > 1e-4
+    np.testing.assert_allclose(*found, rtol=1e-3)

@@ -152,7 +152,7 @@ def test_large_server_matrices_are_split_over_the_mesh():
     assert found.participations.is_fully_replicated
 
 
-@pytest.mark.parametrize("name", ["fedtp", "local"])
+@pytest.mark.parametrize("name", ["fedtp_knn", "local"])
 def test_seeds_at_once_are_the_seeds_one_by_one(small_task, name):
     data = federate_sizes(SIZES)
     other = federate_sizes(SIZES[::-1])
