@@ -395,7 +395,13 @@ LEFT_OUT = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in ("cnn", "lstm") else [])
+        for name in MODELS
+    ],
+)
 def test_every_algorithm_goes_with_every_model(model):
     """Traced, not run: what goes in comes out again in the same shapes."""
     task = MODELS[model]

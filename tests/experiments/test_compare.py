@@ -85,6 +85,7 @@ def test_it_resumes_cell_by_cell_to_the_same_bytes(finished, capsys, monkeypatch
     assert compare.main(["--out", str(finished / "digits-iid"), "--resume"]) == 2
 
 
+@pytest.mark.slow
 def test_learning_rates_are_chosen_on_held_out_examples(tmp_path):
     out = tmp_path / "tuned"
     flags = [*TINY, "--algorithms", "fedavg", "--partition", "iid", "--seeds", "1"]

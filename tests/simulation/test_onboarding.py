@@ -153,8 +153,8 @@ def test_running_statistics_are_of_the_new_clients_batches():
         curve_of(task, method, (0, 1, 40)).loss.sum(axis=0) for method in (local, kept)
     ]
     for losses in found:
-        # Nothing but the statistics moves; both begin with the same model. (With pooling
-        # by a reduction one gradient here was infinite, as it was compiled.)
+        # Nothing but the statistics moves; both begin with the same model. With pooling
+        # by a reduction, one gradient here was infinite as it was compiled.
         assert abs(losses[1] - losses[0]) > 1e-4
         assert abs(losses[2] - losses[1]) > 1e-4
     np.testing.assert_allclose(*found, rtol=1e-3)
