@@ -72,6 +72,7 @@ def accuracy_over_rounds(
             annotation_clip=False,
         )
     axes.set(xlabel="round", ylabel="accuracy, %", ylim=(0, 102), title=title)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.text(
         0.0,
         -0.2,
