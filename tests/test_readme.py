@@ -31,7 +31,7 @@ def test_the_algorithm_that_the_readme_adds_is_a_registered_one(
     setting = algorithms.Setting(small_task, 3)
     added = algorithms.REGISTRY["prox_per"](setting)
     kept = added.init_kept(added.init(jax.random.key(0)))
-    assert [leaf.shape for leaf in jax.tree.leaves(kept)] == [(3,)]
+    assert [leaf.shape for leaf in jax.tree.leaves(kept)] == [(3,), (3, 3)]
 
 
 def test_every_algorithm_is_in_the_table():

@@ -40,6 +40,31 @@ class Convolution(nn.Module):
         return Linear(self.features)(windows(x, _KERNEL))
 
 
+@jax.custom_vjp
+def _max_of_quads(
+    quads: Float[Array, "batch rows 2 columns 2 channels"],
+) -> Float[Array, "batch rows columns channels"]:
+    """Maximum over 2x2 windows; its gradient goes to the entries that reach it."""
+    return quads.max(axis=(2, 4))
+
+
+def _max_forward(quads: Array) -> tuple[Array, tuple[Array, Array]]:
+    top = quads.max(axis=(2, 4))
+    return top, (quads, top)
+
+
+def _max_backward(residuals: tuple[Array, Array], d_top: Array) -> tuple[Array]:
+    quads, top = (residuals[0], residuals[1][:, :, None, :, None])
+    # The compiler may compute an activation twice with other rounding: no entry then
+    # equals the maximum, and JAX's own gradient of a reduction divides by zero.
+    is_top = quads >= top - 1e-5 * jnp.abs(top)
+    count = jnp.maximum(is_top.sum(axis=(2, 4), keepdims=True), 1)
+    return (jnp.where(is_top, d_top[:, :, None, :, None] / count, 0),)
+
+
+_max_of_quads.defvjp(_max_forward, _max_backward)
+
+
 def _max_pool(
     x: Float[Array, "batch height width channels"],
 ) -> Float[Array, "batch rows columns channels"]:
@@ -47,11 +72,7 @@ def _max_pool(
     batch, height, width, channels = x.shape
     rows, columns = height // 2, width // 2
     even = x[:, : 2 * rows, : 2 * columns]
-    quads = even.reshape(batch, rows, 2, columns, 2, channels)
-    # By pairs: the gradient of a reduction divides by how many entries equal the
-    # maximum, which is none where the compiler computes the two with other rounding.
-    pairs = jnp.maximum(quads[:, :, 0], quads[:, :, 1])
-    return jnp.maximum(pairs[:, :, :, 0], pairs[:, :, :, 1])
+    return _max_of_quads(even.reshape(batch, rows, 2, columns, 2, channels))
 
 
 class LeNet(nn.Module):

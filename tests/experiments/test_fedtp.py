@@ -568,7 +568,7 @@ def test_experiments_are_listed_with_their_question():
     listed = dict(describe())
     assert listed["experiments.fedtp"].startswith("Does FedTP beat FedAvg")
     assert listed["experiments.prepare_data"]
-    assert not any(re.search("cli|driver|setup", name) for name in listed)
+    assert not any(re.search(r"\.(cli|driver|setup)$", name) for name in listed)
 
 
 def test_the_paper_preset_is_the_papers_protocol(capsys):

@@ -7,7 +7,7 @@ import pytest
 
 from fedjax_tp import tree
 from fedjax_tp.models import task as tasks
-from fedjax_tp.models.cnn import LeNet, windows
+from fedjax_tp.models.cnn import LeNet, _max_of_quads, windows
 
 
 @pytest.mark.parametrize(("classes", "expected"), [(10, 121_182), (100, 128_832)])
@@ -43,6 +43,17 @@ def test_training_normalizes_over_the_batch_and_use_over_running_statistics():
     np.testing.assert_allclose(
         task.apply(params, x)[:1], task.apply(params, x[:1]), atol=1e-6
     )
+
+
+def test_pooling_is_a_maximum_with_its_gradient():
+    x = jax.random.normal(jax.random.key(0), (2, 3, 2, 4, 2, 5))
+    # Two entries that are the maximum share its gradient.
+    x = x.at[0, 0, 0, 0, 0, 0].set(9.0).at[0, 0, 1, 0, 1, 0].set(9.0)
+    cotangent = jax.random.normal(jax.random.key(1), (2, 3, 4, 5))
+    pairs = [jax.vjp(pool, x) for pool in (_max_of_quads, lambda q: q.max(axis=(2, 4)))]
+    (value, vjp), (expected, expected_vjp) = pairs
+    assert np.array_equal(value, expected)
+    np.testing.assert_allclose(vjp(cotangent)[0], expected_vjp(cotangent)[0], rtol=1e-6)
 
 
 def test_windows_times_a_kernel_are_a_convolution():

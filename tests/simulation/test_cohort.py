@@ -82,7 +82,9 @@ def test_a_cohort_is_a_loop_over_clients(vit_task, lanes):
     def params_of(client):
         message = algorithm.broadcast(state, jnp.array([client]))
         own = jax.tree.map(lambda leaf: leaf[0], message.personal)
-        return algorithm.client_params(Message(message.shared, own), None)
+        return algorithm.client_params(
+            Message(message.shared, own), algorithm.init_kept(state)
+        )
 
     trained = loop_over_clients(vit_task, params_of, data, ids, 4, 2, 0.1)
     sizes = np.array([SIZES[i] for i in ids])
@@ -326,7 +328,8 @@ def test_cohorts_of_several_runs_are_those_of_each_run(small_task):
     def of_run(key, ids):
         state = algorithm.init(key)
         message = algorithm.broadcast(state, ids)
-        return run_cohort(algorithm, data, message, None, ids, key, schedule)
+        kept = tree.stack_copies(algorithm.init_kept(state), len(ids))
+        return run_cohort(algorithm, data, message, kept, ids, key, schedule)
 
     together = jax.jit(jax.vmap(of_run))(keys, ids)
     for i in range(3):
