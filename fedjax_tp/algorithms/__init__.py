@@ -13,7 +13,8 @@ from fedjax_tp.algorithms.base import (
     ClientOptimizer,
     Message,
     Update,
-    check_names_some,
+    check_has_head,
+    client_sgd,
     client_update,
     is_head,
     partial_personalization,
@@ -160,7 +161,7 @@ def check_setting(setting: Setting) -> None:
                 f"{name.replace('_', ' ')} is {value}; allowed is {allowed}"
             )
     client, server = setting.client, setting.hypernetwork_optimizer
-    sgd(client.lr, client.momentum, client.weight_decay)
+    client_sgd(client)
     for lr in (server.lr, server.embedding_lr):
         sgd(lr, server.momentum, server.weight_decay)
     if not 0 <= server.clip < float("inf"):
@@ -193,8 +194,7 @@ def _fedtp(setting: Setting) -> Algorithm:
 
 
 def _fedtp_per(setting: Setting) -> Algorithm:
-    what = "fedtp_per needs a model whose last layer is `head`"
-    check_names_some(setting.task, is_head, what)
+    check_has_head(setting.task, "fedtp_per")
     return _with_hypernetwork(fedtp, setting, is_kept=is_head, name="fedtp_per")
 
 

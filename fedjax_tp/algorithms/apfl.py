@@ -17,10 +17,10 @@ from fedjax_tp.algorithms.base import (
     PartialState,
     Update,
     adopt_statistics,
+    client_sgd,
     descent,
     is_nothing,
     partial_personalization,
-    sgd,
     start_training,
     take_step,
     training_metrics,
@@ -59,7 +59,7 @@ def apfl(
       adaptive: each client steps its alpha once a round along
         <v - w, gradient of the mixture>, and cuts it to [0, 1].
     """
-    sgd_step = sgd(optimizer.lr, optimizer.momentum, optimizer.weight_decay)
+    sgd_step = client_sgd(optimizer)
     shared_step = training_step(task, sgd_step)
 
     def init(key: PRNGKey) -> PartialState:

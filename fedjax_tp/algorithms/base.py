@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_tp import tree
+from fedjax_tp.models.attention import is_attention_projection
 from fedjax_tp.models.task import Forwarding, Task, is_statistic
 from fedjax_tp.types import (
     Array,
@@ -131,6 +132,11 @@ def sgd(
         raise InputError(f"weight decay is {weight_decay}; allowed is 0 or more")
     decay = [optax.add_decayed_weights(weight_decay)] if weight_decay else []
     return optax.chain(*decay, optax.sgd(lr, momentum or None))
+
+
+def client_sgd(optimizer: ClientOptimizer) -> optax.GradientTransformation:
+    """`sgd` with a client's settings; raises as it does."""
+    return sgd(optimizer.lr, optimizer.momentum, optimizer.weight_decay)
 
 
 class LocalCarry(NamedTuple):
@@ -290,12 +296,11 @@ def forward_of(task: Task, name: str) -> Forwarding:
     """The task's `forward`, for an algorithm that works on features.
 
     Raises:
-      InputError: the model has no layer `head`.
+      InputError: the model has no layer `head`, or the task no `forward`.
     """
-    what = f"{name} needs a model whose last layer is `head`"
+    check_has_head(task, name)
     if task.forward is None:
-        raise InputError(what)
-    check_names_some(task, is_head, what)
+        raise InputError(f"{name} needs a task that says what its features are")
     return task.forward
 
 
@@ -309,7 +314,7 @@ def fine_tuning(
       optimizer: starts afresh.
       epochs: passes over the client's examples, in the same order each.
     """
-    sgd_step = sgd(optimizer.lr, optimizer.momentum, optimizer.weight_decay)
+    sgd_step = client_sgd(optimizer)
     step = training_step(task, sgd_step)
 
     def adapt(params: Params, batches: Batch, key: PRNGKey) -> Params:
@@ -326,6 +331,24 @@ def fine_tuning(
         return jax.lax.fori_loop(0, num_steps, one_step, carry).params
 
     return adapt
+
+
+def check_has_head(task: Task, name: str) -> None:
+    """Raises InputError if the model has no layer `head`, which `name` needs."""
+    check_names_some(task, is_head, f"{name} needs a model whose last layer is `head`")
+
+
+def check_has_attention(
+    task: Task, name: str, is_needed: tree.PathPredicate = is_attention_projection
+) -> None:
+    """Raises InputError if the model has no attention projections (or whatever else is
+    needed), which `name` makes personal."""
+    check_names_some(
+        task,
+        is_needed,
+        f"{name} needs a model with attention projections, this one has none; allowed "
+        "is a transformer (--model vit or char_transformer)",
+    )
 
 
 def training_metrics(carry: LocalCarry) -> dict[str, Float[Array, ""]]:
@@ -379,7 +402,7 @@ def partial_personalization(
       server_optimizer: steps the shared parameters along (before - mean), the
         pseudo-gradient of Reddi et al. 2021; None adopts the mean.
     """
-    sgd_step = sgd(optimizer.lr, optimizer.momentum, optimizer.weight_decay)
+    sgd_step = client_sgd(optimizer)
 
     def init(key: PRNGKey) -> PartialState:
         kept, shared = tree.split(task.init(key), is_kept)

@@ -11,10 +11,10 @@ from fedjax_tp.algorithms.base import (
     LocalCarry,
     Message,
     Update,
+    client_sgd,
     is_nothing,
     partial_personalization,
     proximal,
-    sgd,
     start_training,
     training_metrics,
     training_step,
@@ -36,7 +36,7 @@ def ditto(task: Task, optimizer: ClientOptimizer, *, strength: float) -> Algorit
 
     With strength 0, v_k is local training.
     """
-    sgd_step = sgd(optimizer.lr, optimizer.momentum, optimizer.weight_decay)
+    sgd_step = client_sgd(optimizer)
     shared_step = training_step(task, sgd_step)
     personal_step = training_step(task, sgd_step, proximal(strength))
 

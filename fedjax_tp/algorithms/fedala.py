@@ -17,12 +17,12 @@ from fedjax_tp.algorithms.base import (
     Message,
     PartialState,
     Update,
-    check_names_some,
+    check_has_head,
+    client_sgd,
     descent,
     is_head,
     is_nothing,
     partial_personalization,
-    sgd,
     start_training,
     take_step,
     training_metrics,
@@ -61,8 +61,8 @@ def fedala(
     Raises:
       InputError: the model has no layer `head`.
     """
-    check_names_some(task, is_head, "fedala needs a model whose last layer is `head`")
-    sgd_step = sgd(optimizer.lr, optimizer.momentum, optimizer.weight_decay)
+    check_has_head(task, "fedala")
+    sgd_step = client_sgd(optimizer)
 
     def init(key: PRNGKey) -> PartialState:
         params = task.init(key)

@@ -9,7 +9,7 @@ from fedjax_tp.algorithms.base import (
     Algorithm,
     ClientOptimizer,
     LocalCarry,
-    check_names_some,
+    check_has_head,
     fine_tuning,
     is_head,
     is_nothing,
@@ -30,7 +30,7 @@ def fedbabu(task: Task, optimizer: ClientOptimizer, *, epochs: int) -> Algorithm
     Raises:
       InputError: the model has no layer `head`.
     """
-    check_names_some(task, is_head, "fedbabu needs a model whose last layer is `head`")
+    check_has_head(task, "fedbabu")
     average = partial_personalization("fedbabu", task, optimizer, is_nothing)
 
     def client_step(carry: LocalCarry, batch: Batch, progress: Progress) -> LocalCarry:

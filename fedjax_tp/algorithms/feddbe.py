@@ -17,11 +17,11 @@ from fedjax_tp.algorithms.base import (
     LocalCarry,
     Message,
     Update,
+    client_sgd,
     descent,
     forward_of,
     is_nothing,
     partial_personalization,
-    sgd,
     start_training,
     take_step,
     training_metrics,
@@ -65,7 +65,7 @@ def feddbe(task: Task, optimizer: ClientOptimizer, *, strength: float) -> Algori
       InputError: the model has no layer `head`.
     """
     forward = forward_of(task, "feddbe")
-    sgd_step = sgd(optimizer.lr, optimizer.momentum, optimizer.weight_decay)
+    sgd_step = client_sgd(optimizer)
     shapes = jax.eval_shape(task.init, jax.random.key(0))
     dim = shapes["head"]["kernel"].shape[0]
 

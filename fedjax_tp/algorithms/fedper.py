@@ -7,7 +7,7 @@ linear layer.
 from fedjax_tp.algorithms.base import (
     Algorithm,
     ClientOptimizer,
-    check_names_some,
+    check_has_head,
     is_head,
     partial_personalization,
 )
@@ -20,5 +20,5 @@ def fedper(task: Task, optimizer: ClientOptimizer) -> Algorithm:
     Raises:
       InputError: the model has no layer of that name.
     """
-    check_names_some(task, is_head, "fedper needs a model whose last layer is `head`")
+    check_has_head(task, "fedper")
     return partial_personalization("fedper", task, optimizer, is_head)

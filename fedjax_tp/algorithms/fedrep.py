@@ -15,10 +15,10 @@ from fedjax_tp.algorithms.base import (
     Algorithm,
     ClientOptimizer,
     LocalCarry,
-    check_names_some,
+    check_has_head,
+    client_sgd,
     is_head,
     partial_personalization,
-    sgd,
     start_training,
     training_step,
 )
@@ -39,8 +39,8 @@ def fedrep(task: Task, optimizer: ClientOptimizer, *, head_share: float) -> Algo
     Raises:
       InputError: the model has no layer `head`.
     """
-    check_names_some(task, is_head, "fedrep needs a model whose last layer is `head`")
-    sgd_step = sgd(optimizer.lr, optimizer.momentum, optimizer.weight_decay)
+    check_has_head(task, "fedrep")
+    sgd_step = client_sgd(optimizer)
     in_turns = optax.partition({"head": sgd_step, "body": sgd_step}, _labels)
     move_all = training_step(task, in_turns)
 

@@ -19,10 +19,10 @@ from fedjax_tp.algorithms.base import (
     LocalCarry,
     Message,
     Update,
+    client_sgd,
     forward_of,
     is_nothing,
     partial_personalization,
-    sgd,
     take_step,
 )
 from fedjax_tp.models.task import Forward, Task, apply_head, next_characters
@@ -93,7 +93,7 @@ def with_personal_head(
       InputError: the model has no layer `head`.
     """
     forward = forward_of(task, algorithm.name)
-    sgd_step = sgd(optimizer.lr, optimizer.momentum, optimizer.weight_decay)
+    sgd_step = client_sgd(optimizer)
     shapes = jax.eval_shape(task.init, jax.random.key(0))["head"]
     num_classes = shapes["kernel"].shape[-1]
 

@@ -18,8 +18,9 @@ from fedjax_tp.algorithms.base import (
     LocalCarry,
     Message,
     Update,
+    check_has_attention,
+    client_sgd,
     is_nothing,
-    sgd,
     start_training,
     training_metrics,
     training_step,
@@ -33,7 +34,7 @@ from fedjax_tp.hypernetwork import (
 )
 from fedjax_tp.models.attention import is_attention_projection
 from fedjax_tp.models.task import Task
-from fedjax_tp.types import Array, Float, InputError, Int, Params, PRNGKey, Tree
+from fedjax_tp.types import Array, Float, Int, Params, PRNGKey, Tree
 
 
 class FedTPState(NamedTuple):
@@ -77,14 +78,10 @@ def fedtp(
     Raises:
       InputError: the model has no parameter that `is_personal` names.
     """
+    check_has_attention(task, name, is_personal)
     shapes = jax.eval_shape(task.init, jax.random.key(0))
     template, _ = tree.split(shapes, is_personal)
-    if not jax.tree.leaves(template):
-        raise InputError(
-            f"{name} needs a model with attention projections, this one has none; "
-            "allowed is a transformer (--model vit or char_transformer)"
-        )
-    sgd_step = sgd(optimizer.lr, optimizer.momentum, optimizer.weight_decay)
+    sgd_step = client_sgd(optimizer)
 
     def init(key: PRNGKey) -> FedTPState:
         # The same key as every other algorithm gives the model: equal starts.

@@ -7,7 +7,7 @@ authors' code.
 from fedjax_tp.algorithms.base import (
     Algorithm,
     ClientOptimizer,
-    check_names_some,
+    check_has_attention,
     partial_personalization,
 )
 from fedjax_tp.models.attention import is_attention_projection
@@ -20,12 +20,7 @@ def fedtp_vanilla(task: Task, optimizer: ClientOptimizer) -> Algorithm:
     Raises:
       InputError: the model has none.
     """
-    check_names_some(
-        task,
-        is_attention_projection,
-        "fedtp_vanilla needs a model with attention projections, this one has none; "
-        "allowed is a transformer (--model vit or char_transformer)",
-    )
+    check_has_attention(task, "fedtp_vanilla")
     return partial_personalization(
         "fedtp_vanilla", task, optimizer, is_attention_projection
     )

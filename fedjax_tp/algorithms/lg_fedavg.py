@@ -6,7 +6,7 @@ Liang et al. 2020 (arXiv 2001.01523), algorithm 1: the mirror of FedPer.
 from fedjax_tp.algorithms.base import (
     Algorithm,
     ClientOptimizer,
-    check_names_some,
+    check_has_head,
     is_head,
     partial_personalization,
 )
@@ -19,9 +19,7 @@ def lg_fedavg(task: Task, optimizer: ClientOptimizer) -> Algorithm:
     Raises:
       InputError: the model has no layer of that name.
     """
-    check_names_some(
-        task, is_head, "lg_fedavg needs a model whose last layer is `head`"
-    )
+    check_has_head(task, "lg_fedavg")
     return partial_personalization(
         "lg_fedavg", task, optimizer, lambda path: not is_head(path)
     )

@@ -13,11 +13,11 @@ from fedjax_tp.algorithms.base import (
     LocalCarry,
     Message,
     Update,
+    client_sgd,
     descent,
     forward_of,
     is_nothing,
     partial_personalization,
-    sgd,
     start_training,
     take_step,
     training_metrics,
@@ -43,7 +43,7 @@ def moon(
       InputError: the model has no layer `head`.
     """
     forward = forward_of(task, "moon")
-    sgd_step = sgd(optimizer.lr, optimizer.momentum, optimizer.weight_decay)
+    sgd_step = client_sgd(optimizer)
 
     def client_start(message: Message, kept: Tree, key: PRNGKey) -> LocalCarry:
         references = (message.shared, kept)

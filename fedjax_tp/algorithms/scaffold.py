@@ -19,8 +19,8 @@ from fedjax_tp.algorithms.base import (
     Message,
     Update,
     adopt_statistics,
+    client_sgd,
     descent,
-    sgd,
     start_training,
     take_step,
     training_metrics,
@@ -64,7 +64,7 @@ def scaffold(
       optimizer: local training.
       server_lr: x moves by this share of the mean change.
     """
-    sgd_step = sgd(optimizer.lr, optimizer.momentum, optimizer.weight_decay)
+    sgd_step = client_sgd(optimizer)
 
     def init(key: PRNGKey) -> ScaffoldState:
         params = task.init(key)
