@@ -30,7 +30,6 @@ from fedjax_tp.algorithms.fedbn import is_norm
 from fedjax_tp.analysis import attention_maps
 from fedjax_tp.data.federated import gather
 from fedjax_tp.io import folder, plots, report
-from fedjax_tp.io.signals import stop_signals
 from fedjax_tp.models.attention import is_attention_projection
 from fedjax_tp.simulation.rounds import SimulationState
 from fedjax_tp.types import InputError, Params
@@ -98,11 +97,9 @@ def run(flags: Flags) -> None:
     if flags.device.kept_on_host == "yes":
         raise InputError("this experiment needs what clients keep on the device")
     flags = replace(flags, device=replace(flags.device, kept_on_host="no"))
-    if flags.run.seeds != 1:
-        raise InputError(f"seeds is {flags.run.seeds}; allowed is 1, with any --seed")
+    setup.check_one_seed(flags.run)
     mesh = launch.make_mesh(flags.device)
-    if jax.process_count() > 1:
-        raise InputError("this experiment runs in one process; leave --num-processes")
+    launch.check_one_process()
     console = launch.make_console()
     prepared = setup.make_setup(
         flags.data, flags.model, flags.training, flags.run, mesh
@@ -116,22 +113,15 @@ def run(flags: Flags) -> None:
     prepared, plans, out = results.begin(
         EXPERIMENT, flags, prepared, built, mesh, console
     )
-    outcomes = []
     maps: dict[str, np.ndarray] = {}
-    with stop_signals() as stop_signal:
-        for algorithm in built:
-            outcome, state = driver.train(
-                algorithm,
-                prepared,
-                plans[algorithm.name],
-                flags.training,
-                flags.run,
-                out,
-                stop_signal,
-            )
-            outcomes.append(outcome)
-            if algorithm.name in COMPARED:
-                maps[algorithm.name] = client_maps(algorithm, state, prepared, flags)
+
+    def use(algorithm: Algorithm, state: SimulationState) -> None:
+        if algorithm.name in COMPARED:
+            maps[algorithm.name] = client_maps(algorithm, state, prepared, flags)
+
+    outcomes = driver.train_all(
+        built, prepared, plans, flags.training, flags.run, out, use=use
+    )
     results.write_results(
         out, EXPERIMENT, flags, prepared, outcomes, flags.run, console
     )
@@ -188,34 +178,29 @@ def write_maps(
     console: Console,
 ) -> None:
     """Writes distances, rollouts, the ablation's table and the report; prints them."""
-    rows: list[dict[str, Any]] = []
-    for first, second in combinations(COMPARED, 2):
-        pair = jnp.asarray(maps[first]), jnp.asarray(maps[second])
-        distance = np.asarray(attention_maps.jensen_shannon(*pair))
-        similarity = np.asarray(attention_maps.cosine_similarity(*pair))
-        rows += [
-            {
-                "first": first,
-                "second": second,
-                "layer": layer,
-                "jensen_shannon": float(d),
-                "cosine": float(s),
-            }
-            for layer, (d, s) in enumerate(zip(distance, similarity, strict=True), 1)
-        ]
-    folder.write_csv(out / "attention.csv", rows)
-    pairs = list(dict.fromkeys(f"{row['first']} and {row['second']}" for row in rows))
-    by_pair = {
-        figure: {
-            pair: [
-                row[figure]
-                for row in rows
-                if f"{row['first']} and {row['second']}" == pair
-            ]
+    pairs = list(combinations(COMPARED, 2))
+
+    def by_layer(figure: Callable[[jax.Array, jax.Array], jax.Array]) -> list[Any]:
+        return [
+            np.asarray(figure(*(jnp.asarray(maps[name]) for name in pair))).tolist()
             for pair in pairs
+        ]
+
+    distances = by_layer(attention_maps.jensen_shannon)
+    similarities = by_layer(attention_maps.cosine_similarity)
+    titles = [f"{first} and {second}" for first, second in pairs]
+    rows = [
+        {
+            "first": first,
+            "second": second,
+            "layer": layer,
+            "jensen_shannon": distance,
+            "cosine": similarity,
         }
-        for figure in ("jensen_shannon", "cosine")
-    }
+        for (first, second), *found in zip(pairs, distances, similarities, strict=True)
+        for layer, (distance, similarity) in enumerate(zip(*found, strict=True), 1)
+    ]
+    folder.write_csv(out / "attention.csv", rows)
     pictures = {
         "Distance of attention maps": out / "distance.png",
         "Similarity of attention maps": out / "similarity.png",
@@ -223,27 +208,22 @@ def write_maps(
     }
     distance_file, similarity_file, rollout_file = pictures.values()
     plots.map_distances(
-        distance_file, by_pair["jensen_shannon"], "Jensen-Shannon distance"
+        distance_file,
+        dict(zip(titles, distances, strict=True)),
+        "Jensen-Shannon distance",
     )
-    plots.map_distances(similarity_file, by_pair["cosine"], "cosine similarity")
+    plots.map_distances(
+        similarity_file,
+        dict(zip(titles, similarities, strict=True)),
+        "cosine similarity",
+    )
     draw_rollouts(rollout_file, flags, prepared, maps)
-    layers = sorted({row["layer"] for row in rows})
     attention = report.Table(
         "Attention maps: Jensen-Shannon distance / cosine similarity by layer",
-        ["models", *(f"layer {layer}" for layer in layers)],
+        ["models", *(f"layer {layer + 1}" for layer in range(len(distances[0])))],
         [
-            [
-                pair,
-                *(
-                    f"{d:.3f} / {s:.3f}"
-                    for d, s in zip(
-                        by_pair["jensen_shannon"][pair],
-                        by_pair["cosine"][pair],
-                        strict=True,
-                    )
-                ),
-            ]
-            for pair in pairs
+            [title, *(f"{d:.3f} / {s:.3f}" for d, s in zip(*found, strict=True))]
+            for title, *found in zip(titles, distances, similarities, strict=True)
         ],
     )
     ablation = ablation_table(outcomes)

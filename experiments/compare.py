@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
@@ -82,8 +81,7 @@ def run(flags: Flags) -> None:
     for group_flags in _groups(flags):
         setup.check_flags(group_flags.data, group_flags.training, group_flags.run)
     mesh = launch.make_mesh(flags.device)
-    if jax.process_count() > 1:
-        raise InputError("the comparison runs in one process; leave --num-processes")
+    launch.check_one_process()
     for group_flags in _groups(flags):
         _check_group(mesh, group_flags)
     console = launch.make_console()

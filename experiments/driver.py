@@ -53,21 +53,25 @@ def train_all(
     training: TrainingFlags,
     run: RunFlags,
     out: Path,
+    *,
+    use: Callable[[Algorithm, SimulationState], None] = lambda algorithm, state: None,
 ) -> list[Outcome]:
-    """Trains each algorithm in turn from the same seed; see `train`."""
+    """Trains each algorithm in turn from the same seed; see `train`.
+
+    Args:
+      algorithms, setup, plans, training, run, out: as for `train`.
+      use: is called with each algorithm and the state it ended with.
+    """
+    outcomes = []
     with stop_signals() as stop_signal:
-        return [
-            train(
-                algorithm,
-                setup,
-                plans[algorithm.name],
-                training,
-                run,
-                out,
-                stop_signal,
-            )[0]
-            for algorithm in algorithms
-        ]
+        for algorithm in algorithms:
+            plan = plans[algorithm.name]
+            outcome, state = train(
+                algorithm, setup, plan, training, run, out, stop_signal
+            )
+            use(algorithm, state)
+            outcomes.append(outcome)
+    return outcomes
 
 
 def train(

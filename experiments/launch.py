@@ -214,6 +214,12 @@ def is_first_process() -> bool:
     return jax.process_index() == 0
 
 
+def check_one_process() -> None:
+    """Raises InputError for an experiment that runs in one process, started in more."""
+    if jax.process_count() > 1:
+        raise InputError("this experiment runs in one process; leave --num-processes")
+
+
 @contextlib.contextmanager
 def one_process_speaks(run: RunFlags) -> Iterator[tuple[RunFlags, Console]]:
     """Flags and console of this process: the first has those that were given.

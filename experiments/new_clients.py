@@ -17,18 +17,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from rich.console import Console
 
 from experiments import cli, driver, launch, results, setup
 from experiments.flags import DataFlags, RunFlags, TrainingFlags, TrainingRunFlags
 from experiments.setup import Setup
 from fedjax_tp import algorithms
-from fedjax_tp.algorithms import sgd
 from fedjax_tp.algorithms.fedtp import FedTPState
 from fedjax_tp.data.partition import Partition
 from fedjax_tp.io import folder, plots, report
-from fedjax_tp.io.signals import stop_signals
 from fedjax_tp.simulation import onboarding
 from fedjax_tp.simulation.onboarding import EncoderConfig, Joining
 from fedjax_tp.simulation.rounds import SimulationState
@@ -73,8 +70,7 @@ def run(flags: Flags) -> None:
     setup.check_flags(flags.data, flags.training, flags.run)
     check_flags(flags)
     mesh = launch.make_mesh(flags.device)
-    if jax.process_count() > 1:
-        raise InputError("this experiment runs in one process; leave --num-processes")
+    launch.check_one_process()
     console = launch.make_console()
 
     def part(is_new: bool) -> Setup:
@@ -93,23 +89,17 @@ def run(flags: Flags) -> None:
     old = old._replace(notices=old.notices + notes)
     old, plans, out = results.begin(EXPERIMENT, flags, old, built, mesh, console)
     console.print(f"{new.num_clients} more clients join when these are trained")
-    outcomes, methods = [], []
-    with stop_signals() as stop_signal:
-        for algorithm in built:
-            outcome, state = driver.train(
-                algorithm,
-                old,
-                plans[algorithm.name],
-                flags.training,
-                flags.run,
-                out,
-                stop_signal,
-            )
-            outcomes.append(outcome)
-            methods += joinings(algorithm, state, flags, setting, old)
+    methods: list[Joining] = []
+
+    def use(algorithm: algorithms.Algorithm, state: SimulationState) -> None:
+        methods.extend(joinings(algorithm, state, flags, setting, old))
+
+    outcomes = driver.train_all(
+        built, old, plans, flags.training, flags.run, out, use=use
+    )
     results.write_results(out, EXPERIMENT, flags, old, outcomes, flags.run, console)
     key = jax.random.key(flags.run.seed)
-    optimizer = client_sgd(flags.training)
+    optimizer = algorithms.client_sgd(setting.client)
     methods.append(onboarding.local_joining(old.task, key, optimizer))
     rows = measure(methods, flags, new, console)
     write_curves(out, flags, new, rows, console)
@@ -125,8 +115,7 @@ def check_flags(flags: Flags) -> None:
         raise InputError(
             f"encoder steps is {flags.encoder_steps}; allowed is 0 or more"
         )
-    if flags.run.seeds != 1:
-        raise InputError(f"seeds is {flags.run.seeds}; allowed is 1, with any --seed")
+    setup.check_one_seed(flags.run)
     parse_steps(flags.fit_steps)
     parse_samples(flags.samples)
 
@@ -199,11 +188,10 @@ def joinings(
     old: Setup,
 ) -> list[Joining]:
     """The ways to join that a trained algorithm allows."""
-    training = flags.training
     if not isinstance(state.server, FedTPState):
-        optimizer = client_sgd(training)
+        optimizer = algorithms.client_sgd(setting.client)
         return [onboarding.joining(algorithm, state.server, optimizer)]
-    optimizer = sgd(flags.embedding_lr, training.client_momentum, 0.0)
+    optimizer = algorithms.sgd(flags.embedding_lr, setting.client.momentum, 0.0)
     inputs = (setting.task, state.server, setting.hypernetwork)
     found = [onboarding.embedding_joining(*inputs, optimizer)]
     if flags.encoder_steps:
@@ -213,13 +201,6 @@ def joinings(
             onboarding.encoder_joining(*inputs, old.train, key, optimizer, encoder)
         )
     return found
-
-
-def client_sgd(training: TrainingFlags) -> optax.GradientTransformation:
-    """The optimizer of local training."""
-    return sgd(
-        training.client_lr, training.client_momentum, training.client_weight_decay
-    )
 
 
 def measure(

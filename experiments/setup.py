@@ -102,6 +102,12 @@ def check_flags(data: DataFlags, training: TrainingFlags, run: RunFlags) -> None
     partition.check_settings(_request(data, np.zeros(0, int), 1, clients, None))
 
 
+def check_one_seed(run: RunFlags) -> None:
+    """Raises InputError for several seeds, in an experiment that takes one."""
+    if run.seeds != 1:
+        raise InputError(f"seeds is {run.seeds}; allowed is 1, with any --seed")
+
+
 def _request(
     data: DataFlags,
     labels: np.ndarray,

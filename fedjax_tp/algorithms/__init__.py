@@ -335,6 +335,7 @@ __all__ = [
     "build",
     "build_all",
     "check_setting",
+    "client_sgd",
     "client_update",
     "ditto",
     "fedadam",

@@ -181,11 +181,31 @@ class Descent(NamedTuple):
       gradient: of the loss.
       statistics: the model's running statistics after it, at their place in the
         parameters; None of a model without.
+      extra: what else the objective found on its way.
     """
 
     loss: Float[Array, ""]
     gradient: Params
     statistics: Tree = None
+    extra: Any = None
+
+
+Objective = Callable[[Params, Batch, PRNGKey], tuple[Array, tuple[Tree, Any]]]
+"""`(params, batch, key) -> (loss, (statistics, extra))`; see `Descent`."""
+
+
+def task_objective(task: Task) -> Objective:
+    """The task's loss, with the model's running statistics if it has some."""
+
+    def objective(
+        params: Params, batch: Batch, key: PRNGKey
+    ) -> tuple[Array, tuple[Tree, Any]]:
+        if task.loss_and_statistics is None:
+            return task.loss(params, batch, key), (None, None)
+        loss, statistics = task.loss_and_statistics(params, batch, key)
+        return loss, (statistics, None)
+
+    return objective
 
 
 def descent(
@@ -194,7 +214,7 @@ def descent(
     batch: Batch,
     progress: Progress,
     *,
-    objective: Callable[[Params, Batch, PRNGKey], tuple[Array, Tree]] | None = None,
+    objective: Objective | None = None,
 ) -> Descent:
     """Loss, gradient and new statistics of a minibatch, dropout drawn for this step.
 
@@ -203,16 +223,12 @@ def descent(
       carry: the client's training.
       batch: the minibatch.
       progress: which step it is.
-      objective: `(params, batch, key) -> (loss, statistics)`; None for the task's loss.
+      objective: what is descended; None for `task_objective`.
     """
     key = jax.random.fold_in(carry.key, progress.step)
-    objective = objective or task.loss_and_statistics
-    if objective is None:
-        return Descent(*jax.value_and_grad(task.loss)(carry.params, batch, key))
-    (loss, statistics), gradient = jax.value_and_grad(objective, has_aux=True)(
-        carry.params, batch, key
-    )
-    return Descent(loss, gradient, statistics)
+    of_params = jax.value_and_grad(objective or task_objective(task), has_aux=True)
+    (loss, (statistics, extra)), gradient = of_params(carry.params, batch, key)
+    return Descent(loss, gradient, statistics, extra)
 
 
 def take_step(
@@ -222,16 +238,15 @@ def take_step(
     found: Descent,
 ) -> LocalCarry:
     """The carry after an optimizer step; running statistics are adopted as they are."""
-    loss, gradient, statistics = found
-    updates, opt_state = optimizer.update(gradient, carry.opt_state, carry.params)
+    updates, opt_state = optimizer.update(found.gradient, carry.opt_state, carry.params)
     params = optax.apply_updates(carry.params, updates)
-    if statistics is not None:
-        params = tree.merge(statistics, params)
+    if found.statistics is not None:
+        params = tree.merge(found.statistics, params)
     examples = jnp.sum(batch.mask)
     return carry._replace(
         params=params,
         opt_state=opt_state,
-        loss_sum=carry.loss_sum + loss * examples,
+        loss_sum=carry.loss_sum + found.loss * examples,
         examples=carry.examples + examples,
     )
 

@@ -26,7 +26,7 @@ from fedjax_tp.algorithms.base import (
     take_step,
     training_metrics,
 )
-from fedjax_tp.models.task import Task, apply_head
+from fedjax_tp.models.task import Task, apply_head, masked_mean
 from fedjax_tp.types import Array, Batch, Bool, Float, Params, PRNGKey, Progress, Tree
 
 
@@ -90,14 +90,14 @@ def feddbe(task: Task, optimizer: ClientOptimizer, *, strength: float) -> Algori
             logits = apply_head(model.params, found.features + model.bias)
             away = jnp.mean((mean - consensus) ** 2)
             loss = task.loss_of(logits, batch) + strength * is_known * away
-            return loss, (found.statistics, mean)
+            statistics = found.statistics
+            if statistics is not None:
+                statistics = DbeModel(statistics, None)  # type: ignore[arg-type]
+            return loss, (statistics, mean)
 
         found = descent(task, local, batch, progress, objective=objective)
-        statistics, mean = found.statistics
-        if statistics is not None:
-            statistics = DbeModel(statistics, None)  # type: ignore[arg-type]
-        local = take_step(sgd_step, local, batch, found._replace(statistics=statistics))
-        return DbeCarry(local, carry.means + mean * jnp.sum(batch.mask))
+        local = take_step(sgd_step, local, batch, found)
+        return DbeCarry(local, carry.means + found.extra * jnp.sum(batch.mask))
 
     def client_finish(message: Message, carry: DbeCarry) -> Update:
         params, bias = carry.local.params
@@ -132,6 +132,4 @@ def mean_features(
 ) -> Float[Array, " dim"]:
     """Mean over the rows where `mask` holds, and over positions."""
     rows = features.reshape(len(features), -1, features.shape[-1]).mean(axis=1)
-    return jnp.sum(jnp.where(mask[:, None], rows, 0.0), axis=0) / jnp.maximum(
-        jnp.sum(mask), 1
-    )
+    return masked_mean(rows, mask)

@@ -15,11 +15,11 @@ import optax
 from fedjax_tp.algorithms.base import (
     Algorithm,
     ClientOptimizer,
-    Descent,
     LocalCarry,
     Message,
     Update,
     client_sgd,
+    descent,
     forward_of,
     is_nothing,
     partial_personalization,
@@ -111,25 +111,23 @@ def with_personal_head(
         seen = jax.nn.one_hot(labels, num_classes) * batch.mask[:, None, None]
         counts = carry.counts + seen.sum(axis=(0, 1))
 
-        def generic_loss(params: Params) -> tuple[Array, Forward]:
-            key = jax.random.fold_in(generic.key, progress.step)
+        def generic_loss(
+            params: Params, batch: Batch, key: PRNGKey
+        ) -> tuple[Array, tuple[Tree, Forward]]:
             found = forward(params, batch.x, key, batch.mask)
-            return task.loss_of(balanced(found.logits, counts), batch), found
+            loss = task.loss_of(balanced(found.logits, counts), batch)
+            return loss, (found.statistics, found)
 
-        (loss, found), gradient = jax.value_and_grad(generic_loss, has_aux=True)(
-            generic.params
-        )
+        found = descent(task, generic, batch, progress, objective=generic_loss)
 
         def personal_loss(head: Params) -> Array:
-            logits = found.logits + apply_head({"head": head}, found.features)
-            return task.loss_of(logits, batch)
+            return task.loss_of(_two_heads(found.extra, head), batch)
 
         updates, opt_state = sgd_step.update(
             jax.grad(personal_loss)(carry.head), carry.opt_state, carry.head
         )
-        descended = Descent(loss, gradient, found.statistics)
         return RodCarry(
-            take_step(sgd_step, generic, batch, descended),
+            take_step(sgd_step, generic, batch, found),
             optax.apply_updates(carry.head, updates),
             opt_state,
             counts,
@@ -144,8 +142,7 @@ def with_personal_head(
         return RodModel(algorithm.client_params(message, kept.below), kept.head)
 
     def predict(model: RodModel, x: Array) -> Array:
-        found = forward(model.generic, x, None, None)
-        return found.logits + apply_head({"head": model.head}, found.features)
+        return _two_heads(forward(model.generic, x, None, None), model.head)
 
     return algorithm._replace(
         init_kept=init_kept,
@@ -155,3 +152,7 @@ def with_personal_head(
         client_params=client_params,
         predict=predict,
     )
+
+
+def _two_heads(found: Forward, head: Params) -> Array:
+    return found.logits + apply_head({"head": head}, found.features)

@@ -54,11 +54,14 @@ def moon(
             forward(params, batch.x, None, None).features for params in carry.reference
         )
 
-        def objective(params: Params, batch: Batch, key: PRNGKey) -> tuple[Array, Tree]:
+        def objective(
+            params: Params, batch: Batch, key: PRNGKey
+        ) -> tuple[Array, tuple[Tree, None]]:
             found = forward(params, batch.x, key, batch.mask)
             losses = contrastive(found.features, globally, before, temperature)
             contrast = masked_mean(losses, batch.mask)
-            return task.loss_of(found.logits, batch) + mu * contrast, found.statistics
+            loss = task.loss_of(found.logits, batch) + mu * contrast
+            return loss, (found.statistics, None)
 
         found = descent(task, carry, batch, progress, objective=objective)
         return take_step(sgd_step, carry, batch, found)

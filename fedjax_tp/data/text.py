@@ -101,7 +101,7 @@ def split_lines(lines: Sequence[str]) -> tuple[str, str]:
     """The first four fifths of the lines, and the others: at least one each of two."""
     count = len(lines)
     train = min(max(1, int(0.8 * count)), count - 1) if count > 1 else count
-    return tuple("\n".join(part) for part in (lines[:train], lines[train:]))  # type: ignore[return-value]
+    return "\n".join(lines[:train]), "\n".join(lines[train:])
 
 
 class LeafSplit(NamedTuple):

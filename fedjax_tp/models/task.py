@@ -58,9 +58,12 @@ Forwarding = Callable[
 """`(params, x, key, mask) -> Forward`; see `Task.forward`."""
 
 
-def masked_mean(values: Float[Array, " batch"], mask: Array) -> Float[Array, ""]:
+def masked_mean(
+    values: Float[Array, "batch *rest"], mask: Bool[Array, " batch"]
+) -> Float[Array, "*rest"]:
     """Mean over the rows where `mask` holds; 0 where it holds nowhere."""
-    return jnp.sum(jnp.where(mask, values, 0.0)) / jnp.maximum(jnp.sum(mask), 1)
+    kept = jnp.where(mask.reshape(-1, *[1] * (values.ndim - 1)), values, 0.0)
+    return jnp.sum(kept, axis=0) / jnp.maximum(jnp.sum(mask), 1)
 
 
 def cross_entropy(

@@ -15,7 +15,15 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_tp import tree
-from fedjax_tp.algorithms.base import Algorithm, PartialState, ServerState
+from fedjax_tp.algorithms.base import (
+    Algorithm,
+    PartialState,
+    ServerState,
+    descent,
+    start_training,
+    take_step,
+    task_objective,
+)
 from fedjax_tp.algorithms.fedtp import FedTPState
 from fedjax_tp.data.federated import (
     FederatedDataset,
@@ -34,6 +42,7 @@ from fedjax_tp.types import (
     Int,
     Params,
     PRNGKey,
+    Progress,
     Tree,
 )
 
@@ -46,14 +55,15 @@ class Joining(NamedTuple):
       start: `(batch) -> variables` to begin with; may look at some examples.
       to_params: `(variables) -> params` of the task.
       optimizer: of the variables.
-      fits_parameters: are the variables some of the model's parameters, at their place?
+      own: of a tree like the model's parameters, what is at the variables' place: new
+        running statistics go there. None if the variables are no parameters.
     """
 
     name: str
     start: Callable[[Batch], Tree]
     to_params: Callable[[Tree], Params]
     optimizer: optax.GradientTransformation
-    fits_parameters: bool = True
+    own: Callable[[Tree], Tree]
 
 
 def joining(
@@ -81,10 +91,33 @@ def joining(
             lambda batch: kept,
             lambda variables: algorithm.client_params(message, variables),
             optimizer,
+            lambda whole: _where_there(kept, whole),
         )
     params = algorithm.client_params(message, kept)
-    return Joining(
-        f"{algorithm.name}: fine-tuning", lambda batch: params, lambda v: v, optimizer
+    return _whole_model(f"{algorithm.name}: fine-tuning", params, optimizer)
+
+
+def _whole_model(
+    name: str, params: Params, optimizer: optax.GradientTransformation
+) -> Joining:
+    return Joining(name, lambda batch: params, _itself, optimizer, _itself)
+
+
+def _itself(whole: Tree) -> Tree:
+    return whole
+
+
+def _nothing(whole: Tree) -> None:
+    return None
+
+
+def _where_there(part: Tree, whole: Tree) -> Tree:
+    """The leaves of `whole` where `part` has one."""
+    return jax.tree.map(
+        lambda own, leaf: None if own is None else leaf,
+        part,
+        whole,
+        is_leaf=lambda leaf: leaf is None,
     )
 
 
@@ -120,8 +153,7 @@ def local_joining(
     task: Task, key: PRNGKey, optimizer: optax.GradientTransformation
 ) -> Joining:
     """Without the others: a model from its initial values."""
-    params = task.init(key)
-    return Joining("local training", lambda batch: params, lambda v: v, optimizer)
+    return _whole_model("local training", task.init(key), optimizer)
 
 
 def emitted_params(
@@ -148,7 +180,9 @@ def embedding_joining(
     """FedTP: the embedding alone, from the mean of the trained clients'."""
     mean = mean_embedding(server, config)
     to_params = emitted_params(task, server, config)
-    return Joining("fedtp: embedding", lambda batch: mean, to_params, optimizer, False)
+    return Joining(
+        "fedtp: embedding", lambda batch: mean, to_params, optimizer, _nothing
+    )
 
 
 def mean_embedding(
@@ -232,9 +266,7 @@ def encoder_joining(
         features = features / jnp.sqrt(masked_mean(squares, batch.mask) / dim + 1e-6)
         read = jnp.concatenate([features, jax.nn.one_hot(batch.y, num_classes)], axis=1)
         hidden = jax.nn.relu(read @ weights["inner"] + weights["bias"])
-        count = jnp.maximum(batch.mask.sum(), 1)
-        pooled = jnp.sum(jnp.where(batch.mask[:, None], hidden, 0), axis=0) / count
-        return mean + pooled @ weights["outer"]
+        return mean + masked_mean(hidden, batch.mask) @ weights["outer"]
 
     def loss_of(weights: Params, key: PRNGKey) -> Array:
         client_key, *batch_keys = jax.random.split(key, 4)
@@ -267,7 +299,7 @@ def encoder_joining(
         partial(encode, fit(weights)),
         to_params,
         optimizer,
-        False,
+        _nothing,
     )
 
 
@@ -307,47 +339,44 @@ def make_joining_curve(
       capacity, test_capacity: training and test examples of the largest client.
     """
 
+    of_params = task_objective(task)
+
     def one_client(train, test, samples, key, client):
         held = client_sizes(train, client[None])[0]
         # Examples may be stored class by class: any few of them must be a mix. Those of
         # 8 samples are among those of 32.
-        order_key, key = jax.random.split(key)
+        order_key, draw_key, key = jax.random.split(key, 3)
         order = shuffled(order_key, held, capacity)
         size = jnp.maximum(jnp.minimum(held, samples), 1)
         places = jnp.arange(examples)
         seen = gather(train, client, order.at[places].get(mode="clip"), places < size)
-        variables = method.start(seen)
-        opt_state = method.optimizer.init(variables)
+        carry = start_training(method.start(seen), method.optimizer, key)
         test_places = jnp.arange(test_capacity)
         test_size = client_sizes(test, client[None])[0]
         batch = gather(test, client, test_places, test_places < test_size)
 
-        def step(index, carried):
-            variables, opt_state = carried
-            batch_key, loss_key = jax.random.split(jax.random.fold_in(key, index))
+        def objective(variables, batch, key):
+            params = method.to_params(variables)
+            loss, (statistics, _) = of_params(params, batch, key)
+            if statistics is not None:
+                statistics = method.own(statistics)
+            return loss, (statistics, None)
+
+        def step(index, carry):
+            batch_key = jax.random.fold_in(draw_key, index)
             places = jax.random.randint(batch_key, (batch_size,), 0, size)
             drawn = gather(train, client, order[places], jnp.ones(batch_size, bool))
-
-            def objective(variables):
-                params = method.to_params(variables)
-                if task.loss_and_statistics is None:
-                    return task.loss(params, drawn, loss_key), None
-                return task.loss_and_statistics(params, drawn, loss_key)
-
-            gradient, statistics = jax.grad(objective, has_aux=True)(variables)
-            updates, opt_state = method.optimizer.update(gradient, opt_state, variables)
-            variables = optax.apply_updates(variables, updates)
-            if statistics is not None and method.fits_parameters:
-                variables = _adopted(variables, statistics)
-            return variables, opt_state
+            progress = Progress(index, bounds[-1], jnp.zeros((), int))
+            found = descent(task, carry, drawn, progress, objective=objective)
+            return take_step(method.optimizer, carry, drawn, found)
 
         bounds = jnp.array([0, *steps])
 
-        def segment(carried, i):
-            carried = jax.lax.fori_loop(bounds[i], bounds[i + 1], step, carried)
-            return carried, task.metrics(method.to_params(carried[0]), batch)
+        def segment(carry, i):
+            carry = jax.lax.fori_loop(bounds[i], bounds[i + 1], step, carry)
+            return carry, task.metrics(method.to_params(carry.params), batch)
 
-        return jax.lax.scan(segment, (variables, opt_state), jnp.arange(len(steps)))[1]
+        return jax.lax.scan(segment, carry, jnp.arange(len(steps)))[1]
 
     @jax.jit
     def curve(
@@ -365,16 +394,6 @@ def make_joining_curve(
         )
 
     return curve
-
-
-def _adopted(variables: Tree, statistics: Tree) -> Tree:
-    """The variables with new running statistics, where they have some."""
-    return jax.tree.map(
-        lambda own, new: own if own is None or new is None else new,
-        variables,
-        statistics,
-        is_leaf=lambda leaf: leaf is None,
-    )
 
 
 def pooled_accuracy(metrics: Metrics) -> Float[Any, " steps"]:

@@ -374,6 +374,20 @@ def test_servers_adopt_statistics_as_they_are(name):
     )
 
 
+def test_a_mixture_uses_the_statistics_of_its_own_batches():
+    algorithm = build("apfl", Setting(norm_task(), 2, SGD))
+    state = algorithm.init(KEY)
+    kept = algorithm.init_kept(state)
+    ours = {**kept.params, "batch_stats": _filled(kept.params["batch_stats"], 2.0)}
+    shared = {**state.shared, "batch_stats": _filled(kept.params["batch_stats"], 5.0)}
+    used = algorithm.client_params(Message(shared, None), kept._replace(params=ours))
+    assert_close(used["batch_stats"], ours["batch_stats"], atol=0)
+
+
+def _filled(tree, value):
+    return jax.tree.map(lambda leaf: jnp.full_like(leaf, value), tree)
+
+
 MODELS = {
     "vit": tasks.classification(
         ViT(3, patch_size=4, dim=8, depth=1, heads=2, head_dim=4, mlp_dim=8), (8, 8, 1)

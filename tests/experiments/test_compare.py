@@ -93,6 +93,13 @@ def test_learning_rates_are_chosen_on_held_out_examples(tmp_path):
     assert compare.main(["--out", str(out), *flags, *tune]) == 0
     rows = list(csv.DictReader((out / "table.csv").open()))
     assert [row["client_lr"] for row in rows] == ["0.05"]
+    # More rounds go on with the rate that was chosen, and can be resumed again.
+    (out / "digits-iid/tune/fedavg.json").write_text('{"client_lr": 0.03}')
+    assert compare.main(["--out", str(out), "--resume", "--rounds", "3"]) == 0
+    assert compare.main(["--out", str(out), "--resume"]) == 0
+    rows = list(csv.DictReader((out / "table.csv").open()))
+    assert [row["client_lr"] for row in rows] == ["0.03"]
+    assert json.loads((out / "summary.json").read_text())["rounds"] == 3
     tuning = json.loads((out / "digits-iid/tune/lr-0.05/config.json").read_text())
     assert tuning["flags"]["validation"] is True
     assert json.loads((out / "config.json").read_text())["flags"]["validation"] is False

@@ -339,6 +339,20 @@ def test_shifted_images_are_each_seeds_own():
         assert not np.array_equal(changed[first:], before[first:])
 
 
+def test_a_clients_shifted_images_do_not_depend_on_who_else_takes_part():
+    flags = DataFlags(num_clients=5, shift="noise:0.2")
+    mesh = Mesh(np.array(jax.devices()[:1]), (MESH_AXIS,))
+    others = (ModelFlags(), TrainingFlags(), RunFlags(), mesh)
+    whole = setup.make_setup(flags, *others)
+    last = setup.make_setup(
+        flags, *others, select=lambda parts: type(parts)(*(s[3:] for s in parts))
+    )
+    assert last.num_clients == 2
+    held = np.asarray(whole.train.rows)[int(whole.train.start[3]) :]
+    mine = np.asarray(last.train.x)[np.asarray(last.train.rows)]
+    assert np.array_equal(mine, np.asarray(whole.train.x)[held])
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

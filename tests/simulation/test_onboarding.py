@@ -48,7 +48,7 @@ def test_the_curve_is_gradient_descent_on_the_first_samples(small_task):
     for client in range(3):
         size = min(5, int(DATA.size[client]))
         params = server.shared
-        order_key, key = jax.random.split(jax.random.fold_in(KEY, client))
+        order_key, draw_key, key = jax.random.split(jax.random.fold_in(KEY, client), 3)
         places = jnp.arange(30)
         own = int(DATA.size[client])
         order = shuffled(order_key, jnp.int32(own), 30)
@@ -62,7 +62,7 @@ def test_the_curve_is_gradient_descent_on_the_first_samples(small_task):
                     found.loss[client, at], expected.loss, rtol=1e-4
                 )
                 assert found.examples[client, at] == own
-            batch_key, loss_key = jax.random.split(jax.random.fold_in(key, step))
+            batch_key, loss_key = (jax.random.fold_in(k, step) for k in (draw_key, key))
             drawn = order[jax.random.randint(batch_key, (4,), 0, size)]
             assert set(drawn.tolist()) <= set(order[:size].tolist())
             batch = gather(DATA, jnp.int32(client), drawn, jnp.ones(4, bool))
