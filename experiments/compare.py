@@ -333,19 +333,28 @@ def _read_cell(saved: Path, plan: Plan, flags: Flags) -> Cell | None:
     return Cell(outcome, lr)
 
 
-def differences(group: Group, reference: str) -> dict[str, Difference]:
+class Differences(NamedTuple):
     """Each algorithm's pooled accuracy less the reference's, on the same clients."""
+
+    reference: str
+    by_name: dict[str, Difference]
+
+
+def differences(group: Group, reference: str | None) -> Differences:
+    """Paired differences to the reference; None for the first algorithm."""
+    reference = reference or next(iter(group))
 
     def correct(cell: Cell) -> np.ndarray:
         return np.stack([np.asarray(m.correct) for m in cell.outcome.by_client])
 
     ours = group[reference]
     examples = np.stack([np.asarray(m.examples) for m in ours.outcome.by_client])
-    return {
+    by_name = {
         name: paired_difference(correct(cell), correct(ours), examples)
         for name, cell in group.items()
         if name != reference
     }
+    return Differences(reference, by_name)
 
 
 class Comparison(NamedTuple):
@@ -385,12 +394,12 @@ def accuracy_table(found: Mapping[str, Group]) -> Comparison:
     return Comparison(header, rows, is_best)
 
 
-def difference_table(found: Mapping[str, Group], reference: str | None) -> Comparison:
+def difference_table(by_group: Mapping[str, Differences]) -> Comparison:
     """Differences in points to the reference, with 95% intervals."""
-    columns = {}
-    for title, group in found.items():
-        against = reference or next(iter(group))
-        columns[f"{title}, to {against}"] = differences(group, against)
+    columns = {
+        f"{title}, to {found.reference}": found.by_name
+        for title, found in by_group.items()
+    }
     header = ["algorithm", *columns]
     names = list(dict.fromkeys(name for column in columns.values() for name in column))
     rows = [
@@ -442,12 +451,13 @@ def to_latex(table: Comparison) -> str:
     return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", ""])
 
 
-def csv_rows(found: Mapping[str, Group], reference: str | None) -> list[dict[str, Any]]:
+def csv_rows(
+    found: Mapping[str, Group], by_group: Mapping[str, Differences]
+) -> list[dict[str, Any]]:
     """A row a data set, partition and algorithm; shares, not %."""
     rows = []
     for title, group in found.items():
-        against = reference or next(iter(group))
-        by_name = differences(group, against)
+        against, by_name = by_group[title]
         for name, cell in group.items():
             difference = by_name.get(name, Difference(0.0, 0.0, 0.0))
             plan = cell.outcome.plan
@@ -479,9 +489,11 @@ def write_comparison(
     console: Console,
 ) -> None:
     """Writes the tables, the plot, the summary and the report; prints the tables."""
-    reference = flags.reference
+    by_group = {
+        title: differences(group, flags.reference) for title, group in found.items()
+    }
     accuracy = accuracy_table(found)
-    points = difference_table(found, reference)
+    points = difference_table(by_group)
     titles = {
         "table": f"Test accuracy, %: mean ± standard deviation over {flags.run.seeds} "
         "seeds",
@@ -491,7 +503,7 @@ def write_comparison(
     for name, table in (("table", accuracy), ("differences", points)):
         folder.write_text(out / f"{name}.md", f"{titles[name]}\n\n{to_markdown(table)}")
         folder.write_text(out / f"{name}.tex", to_latex(table))
-    rows = csv_rows(found, reference)
+    rows = csv_rows(found, by_group)
     folder.write_csv(out / "table.csv", rows)
     folder.write_json(
         out / "summary.json",
