@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float, Int, Integer, Key, PyTree, Shaped, UInt32
+from jaxtyping import Bool, Float, Int, Integer, Key, PyTree, Shaped, UInt8, UInt32
 
 Tree = PyTree[Any]
 """Any pytree of arrays; absent leaves are None (see `fedjax_tp.tree.split`)."""
@@ -57,5 +57,6 @@ __all__ = [
     "PyTree",
     "Shaped",
     "Tree",
+    "UInt8",
     "UInt32",
 ]

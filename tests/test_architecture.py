@@ -16,6 +16,7 @@ LAYERS = {
     "hypernetwork": 2,
     "algorithms": 3,
     "simulation": 4,
+    "inference": 5,
     "analysis": 5,
     "io": 5,
     "experiments": 6,

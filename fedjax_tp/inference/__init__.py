@@ -1,0 +1,1 @@
+"""Models at inference: attention values pruned and in a few bits, in fast kernels."""
