@@ -29,11 +29,11 @@ UNPRUNED_MINIMUM = 1e-10
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["bits", "minimum"],
-    meta_fields=["is_log", "has_zero_bin"],
+    meta_fields=["is_log"],
 )
 @dataclass(frozen=True)
 class Grid:
-    """Bins over [minimum, 1], each with its middle as value, but for those that are 0.
+    """2^bits - 1 bins over [minimum, 1], whose value is their middle; below them 0.
 
     bits and minimum may be traced: no program is compiled again for other ones.
 
@@ -41,19 +41,16 @@ class Grid:
       bits: 1 to 8.
       minimum: the lower end of the lowest bin.
       is_log: are bins equal in log2 (with their geometric middle), or in value?
-      has_zero_bin: is the lowest of 2^bits bins the value 0? Else there are
-        2^bits - 1 bins, and the value 0 is what is below them.
     """
 
     bits: int | Int[Array, ""]
     minimum: float | Float[Array, ""]
     is_log: bool = True
-    has_zero_bin: bool = False
 
     @property
     def bins(self) -> int | Array:
-        """How many bins there are over [minimum, 1]."""
-        return 2**self.bits - (0 if self.has_zero_bin else 1)
+        """How many bins there are."""
+        return 2**self.bits - 1
 
 
 def log_grid(bits: int | Array, minimum: float | Array) -> Grid:
@@ -62,7 +59,9 @@ def log_grid(bits: int | Array, minimum: float | Array) -> Grid:
     Raises:
       InputError: bits or minimum is out of range.
     """
-    return _checked(Grid(bits, minimum))
+    check_bits(bits)
+    check_minimum(minimum)
+    return Grid(bits, minimum)
 
 
 def unpruned_log_grid(
@@ -73,7 +72,9 @@ def unpruned_log_grid(
     Raises:
       InputError: bits or minimum is out of range.
     """
-    return _checked(Grid(bits, minimum, has_zero_bin=True))
+    check_bits(bits)
+    check_minimum(minimum)
+    return Grid(bits, minimum ** (1 - 0.5**bits))
 
 
 def linear_grid(bits: int | Array) -> Grid:
@@ -83,7 +84,7 @@ def linear_grid(bits: int | Array) -> Grid:
       InputError: bits is out of range.
     """
     check_bits(bits)
-    return Grid(bits, 0.0, is_log=False, has_zero_bin=True)
+    return Grid(bits, 0.5**bits, is_log=False)
 
 
 def pruned_linear_grid(bits: int | Array, minimum: float | Array) -> Grid:
@@ -92,21 +93,42 @@ def pruned_linear_grid(bits: int | Array, minimum: float | Array) -> Grid:
     Raises:
       InputError: bits or minimum is out of range.
     """
-    return _checked(Grid(bits, minimum, is_log=False, has_zero_bin=True))
+    check_bits(bits)
+    check_minimum(minimum)
+    return Grid(bits, minimum + (1 - minimum) * 0.5**bits, is_log=False)
 
 
-def _checked(grid: Grid) -> Grid:
-    check_bits(grid.bits)
-    _check_within(grid.minimum, "minimum", zero_is_allowed=False)
-    return grid
+def grid_above(
+    threshold: float | Array, bits: int | Array, *, is_log: bool = True
+) -> Grid:
+    """The grid of values that a threshold has pruned; without one (0) the grid that
+    prunes none: `log_grid` or `unpruned_log_grid`, or the linear ones.
+
+    Raises:
+      InputError: bits or threshold is out of range.
+    """
+    check_bits(bits)
+    check_threshold(threshold)
+    lowest_bin = 0.5**bits
+    if not is_log:
+        return Grid(bits, threshold + (1 - threshold) * lowest_bin, is_log=False)
+    unpruned = UNPRUNED_MINIMUM ** (1 - lowest_bin)
+    if is_traced(threshold):
+        return Grid(bits, jnp.where(threshold > 0, threshold, unpruned))
+    return Grid(bits, threshold if threshold > 0 else unpruned)
 
 
 def check_bits(bits: int | Array) -> None:
     """Raises InputError unless bits is a whole number from 1 to 8."""
-    if _is_traced(bits):
+    if is_traced(bits):
         return
     if np.ndim(bits) or int(bits) != bits or not 1 <= int(bits) <= MOST_BITS:
         raise InputError(f"bits is {bits}; allowed is 1 to {MOST_BITS}")
+
+
+def check_minimum(minimum: float | Array) -> None:
+    """Raises InputError unless minimum is in (0, 1)."""
+    _check_within(minimum, "minimum", zero_is_allowed=False)
 
 
 def check_threshold(threshold: float | Array) -> None:
@@ -115,7 +137,7 @@ def check_threshold(threshold: float | Array) -> None:
 
 
 def _check_within(value: float | Array, name: str, *, zero_is_allowed: bool) -> None:
-    if _is_traced(value):
+    if is_traced(value):
         return
     above = value >= 0 if zero_is_allowed else value > 0
     if np.ndim(value) or not (above and value < 1):
@@ -123,14 +145,15 @@ def _check_within(value: float | Array, name: str, *, zero_is_allowed: bool) -> 
         raise InputError(f"{name} is {value}; allowed is {least}, and below 1")
 
 
-def _is_traced(value: object) -> bool:
+def is_traced(value: object) -> bool:
+    """Has this no value yet (under `jit` and the like), so that none can be checked?"""
     return isinstance(value, jax.core.Tracer)
 
 
 def check_weights(a: Float[Array, "..."]) -> None:
     """Raises InputError for a negative or NaN attention value; looks at values alone,
     so it does nothing under `jit`."""
-    if _is_traced(a):
+    if is_traced(a):
         return
     is_bad = ~(np.asarray(a) >= 0)
     if is_bad.any():
@@ -187,7 +210,7 @@ def threshold_for_share(
     Raises:
       InputError: share is not in [0, 1]; a has a negative or NaN value.
     """
-    if not _is_traced(share) and not 0 <= share <= 1:
+    if not is_traced(share) and not 0 <= share <= 1:
         raise InputError(f"share is {share}; allowed is 0 to 1")
     check_weights(a)
     return _threshold_for_share(a, share, where)
@@ -237,22 +260,14 @@ def _encode(a: Array, grid: Grid) -> Array:
         place = 1 - jnp.log2(jnp.where(a > 0, a, 1.0)) / jnp.log2(minimum)
     else:
         place = (a - minimum) / (1 - minimum)
-    last = grid.bins - 1
-    j = jnp.clip(jnp.floor(place * grid.bins), 0, last)
-    code = j + (0 if grid.has_zero_bin else 1)
-    return jnp.where((a > 0) & (a >= minimum), code, 0).astype(jnp.uint8)
+    j = jnp.clip(jnp.floor(place * grid.bins), 0, grid.bins - 1)
+    return jnp.where((a > 0) & (a >= minimum), j + 1, 0).astype(jnp.uint8)
 
 
 @jax.jit
 def _decode(codes: Array, grid: Grid) -> Array:
-    minimum = jnp.asarray(grid.minimum, jnp.float32)
-    j = codes.astype(jnp.float32) - (0 if grid.has_zero_bin else 1)
-    middle = (j + 0.5) / grid.bins
-    if grid.is_log:
-        value = jnp.exp2(jnp.log2(minimum) * (1 - middle))
-    else:
-        value = minimum + (1 - minimum) * middle
-    return jnp.where(codes == 0, 0.0, value)
+    middle = (codes.astype(jnp.float32) - 0.5) / grid.bins
+    return jnp.where(codes == 0, 0.0, _at(middle, grid))
 
 
 @jax.jit
@@ -261,19 +276,22 @@ def _quantize(a: Array, grid: Grid) -> Array:
     return jnp.where(jnp.isnan(a), a, value)
 
 
+def _at(place: Array, grid: Grid) -> Array:
+    """The value at a place in the grid: 0 at the minimum, 1 at 1."""
+    minimum = jnp.asarray(grid.minimum, jnp.float32)
+    if grid.is_log:
+        return jnp.exp2(jnp.log2(minimum) * (1 - place))
+    return minimum + (1 - minimum) * place
+
+
 def levels(grid: Grid) -> Float[Array, " codes"]:
     """The 2^bits values of a grid, by code; its bits must not be traced."""
     return decode(jnp.arange(2**grid.bits, dtype=jnp.uint8), grid)
 
 
 def cut_points(grid: Grid) -> Float[Array, " cuts"]:
-    """The lower ends of the bins whose value is not 0, ascending: 2^bits - 1."""
-    first = 1 if grid.has_zero_bin else 0
-    place = jnp.arange(first, grid.bins) / grid.bins
-    minimum = jnp.asarray(grid.minimum, jnp.float32)
-    if grid.is_log:
-        return jnp.exp2(jnp.log2(minimum) * (1 - place))
-    return minimum + (1 - minimum) * place
+    """The lower ends of the bins, ascending; grid.bits must not be traced."""
+    return _at(jnp.arange(grid.bins) / grid.bins, grid)
 
 
 def log_quantize(
@@ -367,7 +385,7 @@ def pack(codes: UInt8[Array, "*rows keys"], bits: int) -> UInt8[Array, "*rows by
         alone).
     """
     per_byte = _per_byte(bits)
-    if not _is_traced(codes) and codes.size and int(jnp.max(codes)) >= 2**bits:
+    if not is_traced(codes) and codes.size and int(jnp.max(codes)) >= 2**bits:
         raise InputError(
             f"code is {int(jnp.max(codes))}; allowed in {bits} bits is 0 to "
             f"{2**bits - 1}"
