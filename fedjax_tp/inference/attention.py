@@ -8,7 +8,7 @@ pruning. What is pruned, and what the rest becomes, is said in
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,6 @@ from fedjax_tp.inference import quantizers
 from fedjax_tp.inference.kernels import quantized_attention as kernel
 from fedjax_tp.types import Array, Bool, Float, InputError, Int
 
-Implementation = Literal["reference", "blockwise", "pallas"]
 IMPLEMENTATIONS = ("reference", "blockwise", "pallas")
 
 QUERIES = 128
@@ -39,16 +38,21 @@ class Statistics(NamedTuple):
 
 
 class _Rule(NamedTuple):
-    """What becomes of attention values; a pytree of numbers, so no new program."""
+    """What becomes of attention values, as numbers: other ones need no new program.
+
+    threshold prunes alone, bits and minimum are those of the grid, if there is one.
+    """
 
     threshold: Float[Array, ""]
-    grid: quantizers.Grid | None
+    bits: Int[Array, ""] | None = None
+    minimum: Float[Array, ""] | None = None
 
 
 class _How(NamedTuple):
     """What decides which program is compiled."""
 
-    implementation: Implementation
+    implementation: str
+    is_log: bool
     codes: int
     causal: bool
     renormalize: bool
@@ -67,7 +71,7 @@ def quantized_attention(
     mask: Bool[Array, "#batch #heads #length length"] | None = None,
     causal: bool = False,
     scale: float | None = None,
-    implementation: Implementation | None = None,
+    implementation: str | None = None,
     is_log: bool = True,
     renormalize: bool = False,
     return_statistics: bool = False,
@@ -112,15 +116,22 @@ def quantized_attention(
     _check_arrays(q, k, v, lengths, mask)
     needs = kernel.unsupported(q, is_log=is_log, has_mask=mask is not None)
     implementation = _chosen(implementation, needs, interpret)
-    grid = None
+    rule, codes = _Rule(jnp.asarray(threshold, jnp.float32)), 2
     if bits is not None:
         grid = quantizers.grid_above(threshold, bits, is_log=is_log)
-    codes = 2 if bits is None else 2**quantizers.MOST_BITS
-    if bits is not None and not quantizers.is_traced(bits):
-        codes = 2 ** int(bits)
-    how = _How(implementation, codes, causal, renormalize, return_statistics, interpret)
+        minimum = jnp.asarray(grid.minimum, jnp.float32)
+        rule = _Rule(rule.threshold, jnp.asarray(bits), minimum)
+        codes = 2 ** (quantizers.MOST_BITS if quantizers.is_traced(bits) else int(bits))
+    how = _How(
+        implementation,
+        is_log,
+        codes,
+        causal,
+        renormalize,
+        return_statistics,
+        interpret,
+    )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    rule = _Rule(jnp.asarray(threshold, jnp.float32), grid)
     out, statistics = _attend(how, q, k, v, scale, rule, lengths, mask)
     return (out, statistics) if return_statistics else out
 
@@ -164,7 +175,7 @@ def _check_arrays(
 
 def _chosen(
     implementation: str | None, kernel_needs: str | None, interpret: bool
-) -> Implementation:
+) -> str:
     has_kernel = interpret or jax.default_backend() in kernel.PLATFORMS
     if implementation is None:
         return "pallas" if has_kernel and kernel_needs is None else "blockwise"
@@ -177,7 +188,7 @@ def _chosen(
         kernel_needs = f"a GPU or TPU (it is {jax.default_backend()}), or interpret"
     if implementation == "pallas" and kernel_needs is not None:
         raise InputError(f"implementation is 'pallas', which needs {kernel_needs}")
-    return implementation  # type: ignore[return-value]
+    return implementation
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -266,9 +277,10 @@ def _reference(
         a = jnp.where(seen, a, 0)
     a = quantizers.prune(a, rule.threshold)
     codes = (a > 0).astype(jnp.uint8)
-    if rule.grid is not None:
-        codes = quantizers.encode(a, rule.grid)
-        a = quantizers.quantize(a, rule.grid)
+    if rule.bits is not None and rule.minimum is not None:
+        grid = quantizers.Grid(rule.bits, rule.minimum, how.is_log)
+        codes = quantizers.encode(a, grid)
+        a = quantizers.quantize(a, grid)
     if how.renormalize:
         a = quantizers.renormalize(a)
     out = jnp.einsum(
@@ -407,25 +419,25 @@ def _codes_and_values(
     how: _How, log_values: Float[Array, "*batch queries keys"], rule: _Rule
 ) -> tuple[Array, Float[Array, "*batch queries keys"]]:
     """Codes of attention values given by their logarithm, and what they stand for."""
-    threshold, grid = rule
-    if grid is None:
+    minimum = rule.minimum
+    if rule.bits is None or minimum is None:
         values = jnp.exp(log_values)
-        is_kept = values > threshold
+        is_kept = values > rule.threshold
         return is_kept.astype(jnp.uint8), jnp.where(is_kept, values, 0)
-    minimum = jnp.asarray(grid.minimum, jnp.float32)
-    if grid.is_log:
-        width = -jnp.log2(minimum) / grid.bins
-        place = log_values * (math.log2(math.e) / width) + grid.bins
-        j = jnp.clip(place, 0, grid.bins - 1).astype(jnp.int32)
+    bins = 2**rule.bits - 1
+    if how.is_log:
+        width = -jnp.log2(minimum) / bins
+        place = log_values * (math.log2(math.e) / width) + bins
+        j = jnp.clip(place, 0, bins - 1).astype(jnp.int32)
         values = jnp.exp2(jnp.log2(minimum) + 0.5 * width)
         # Twice as fast on CPU as the exponential of j * width.
         for bit in range((how.codes - 1).bit_length()):
             is_set = (j >> bit) & 1 == 1
             values = values * jnp.where(is_set, jnp.exp2(2**bit * width), 1.0)
     else:
-        width = (1 - minimum) / grid.bins
+        width = (1 - minimum) / bins
         place = (jnp.exp(log_values) - minimum) / width
-        j = jnp.clip(place, 0, grid.bins - 1).astype(jnp.int32)
+        j = jnp.clip(place, 0, bins - 1).astype(jnp.int32)
         values = minimum + (j + 0.5) * width
     is_kept = place > 0
     codes = jnp.where(is_kept, j + 1, 0).astype(jnp.uint8)
@@ -444,9 +456,7 @@ def _pallas(
 ) -> tuple[Array, Array | None]:
     """The kernel of `fedjax_tp.inference.kernels.quantized_attention`."""
     del mask  # refused before
-    bits_and_minimum = None
-    if rule.grid is not None:
-        bits_and_minimum = (rule.grid.bins, rule.grid.minimum)
+    grid = None if rule.bits is None else (2**rule.bits - 1, rule.minimum)
     found = kernel.attend(
         q,
         k,
@@ -454,7 +464,7 @@ def _pallas(
         lengths,
         scale=scale,
         threshold=rule.threshold,
-        grid=bits_and_minimum,
+        grid=grid,
         causal=how.causal,
         renormalize=how.renormalize,
         codes=how.codes,
