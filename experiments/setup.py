@@ -33,6 +33,7 @@ from fedjax_tp.data import catalog, partition, shift
 from fedjax_tp.data.federated import FederatedDataset, federate
 from fedjax_tp.io import folder, metrics
 from fedjax_tp.models import task as tasks
+from fedjax_tp.models.attention import AttentionFunction
 from fedjax_tp.models.char_transformer import CharTransformer
 from fedjax_tp.models.cnn import LeNet
 from fedjax_tp.models.lstm import CharLSTM
@@ -301,12 +302,26 @@ _MODELS = {"text": ("char_transformer", "lstm"), "images": ("vit", "cnn", "cnn_b
 def make_task(
     flags: ModelFlags, example_shape: tuple[int, ...], num_classes: int
 ) -> tasks.Task:
-    """The task of the model that the flags ask for, fitted to the examples.
+    """The task of the model that the flags ask for; see `make_module`."""
+    module = make_module(flags, example_shape, num_classes)
+    if len(example_shape) == 1:
+        return tasks.next_character(module, example_shape[0])
+    return tasks.classification(module, example_shape)
+
+
+def make_module(
+    flags: ModelFlags,
+    example_shape: tuple[int, ...],
+    num_classes: int,
+    attend: AttentionFunction | None = None,
+) -> nn.Module:
+    """The model that the flags ask for, fitted to the examples.
 
     Args:
       flags: which model, and its sizes.
       example_shape: `[height, width, channels]` of images, `[length]` of texts.
       num_classes: labels, or characters.
+      attend: what a transformer uses instead of full attention.
 
     Raises:
       InputError: a size that is not allowed, or a model that is not for such data.
@@ -326,11 +341,10 @@ def make_task(
     if not 0 <= flags.dropout < 1:
         raise InputError(f"dropout is {flags.dropout}; allowed is 0 <= dropout < 1")
     if kind == "images":
-        module = _image_model(name, flags, example_shape, num_classes)
-        return tasks.classification(module, example_shape)
+        return _image_model(name, flags, example_shape, num_classes, attend)
     if name == "lstm":
-        return tasks.next_character(CharLSTM(num_classes), example_shape[0])
-    module = CharTransformer(
+        return CharLSTM(num_classes)
+    return CharTransformer(
         num_classes,
         dim=flags.dim,
         depth=flags.depth,
@@ -338,12 +352,16 @@ def make_task(
         head_dim=flags.head_dim,
         mlp_dim=flags.mlp_dim,
         dropout=flags.dropout,
+        attend=attend,
     )
-    return tasks.next_character(module, example_shape[0])
 
 
 def _image_model(
-    name: str, flags: ModelFlags, image_shape: tuple[int, ...], num_classes: int
+    name: str,
+    flags: ModelFlags,
+    image_shape: tuple[int, ...],
+    num_classes: int,
+    attend: AttentionFunction | None,
 ) -> nn.Module:
     height, width, _ = image_shape
     if name in ("cnn", "cnn_bn"):
@@ -361,6 +379,7 @@ def _image_model(
         head_dim=flags.head_dim,
         mlp_dim=flags.mlp_dim,
         dropout=flags.dropout,
+        attend=attend,
     )
 
 

@@ -160,6 +160,8 @@ def run_main(
     argv: Sequence[str] | None,
     description: str,
     module: str,
+    *,
+    tuned: bool = True,
 ) -> int:
     """The command line of a benchmark; returns the exit code.
 
@@ -168,8 +170,9 @@ def run_main(
       defaults: the flags when nothing is given.
       argv: the arguments; None for those of the process.
       description, module: for `--help`.
+      tuned: start the process anew where that makes training faster.
     """
-    if argv is None:
+    if argv is None and tuned:
         start_tuned()
 
     def checked() -> None:

@@ -331,7 +331,7 @@ def _blockwise(
         out, histogram = _block(how, q, k, v, scale, seen, rule)
         return jnp.moveaxis(out, 1, 2).astype(v.dtype), histogram
     blocks = -(-length // QUERIES)
-    together = _heads_together(heads, length)
+    together = heads_together(heads, length)
     groups = heads // together
 
     def grouped(x: Array) -> Array:
@@ -375,8 +375,8 @@ def _blockwise(
     return out.astype(v.dtype), histogram
 
 
-def _heads_together(heads: int, length: int) -> int:
-    """Heads of which a block of scores is computed at once: a divisor of `heads`."""
+def heads_together(heads: int, length: int) -> int:
+    """Heads whose scores `blockwise` has at once: a divisor of all heads."""
     most = max(1, _SCORES_BYTES // (4 * QUERIES * length))
     return next(d for d in range(min(heads, most), 0, -1) if heads % d == 0)
 

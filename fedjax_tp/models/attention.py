@@ -5,7 +5,9 @@ projection, so that a path ending in `attention/qkv` names all of what FedTP mak
 personal, and one contraction writes queries, keys and values head by head.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -17,6 +19,14 @@ from fedjax_tp.types import Array, Float
 
 MAPS = "maps"
 """The collection into which attention layers sow their weights, if it is mutable."""
+
+ATTENDED = "attended"
+"""The collection for statistics that an attention function returns, if mutable."""
+
+AttentionFunction = Callable[..., Any]
+"""`(q, k, v, *, causal) -> output`, all `[batch, tokens, heads, head_dim]`, to be used
+instead of full attention (such as `fedjax_tp.inference.attention.quantized_attention`
+with its flags bound); or a pair of the output and statistics, a pytree."""
 
 _uniform_qkv = variance_scaling(
     1 / 3, "fan_in", "uniform", in_axis=0, out_axis=(1, 2, 3)
@@ -194,15 +204,18 @@ class SelfAttention(nn.Module):
       heads, head_dim: heads * head_dim need not equal the width of x.
       dropout: rate after the output projection; attention weights have none.
       causal: a token sees those up to its own place alone.
+      attend: what attends instead of full attention.
 
     Sows its attention weights, `[batch, heads, tokens, tokens]`, as
-    `attention_weights` where the collection `MAPS` is mutable.
+    `attention_weights` where the collection `MAPS` is mutable, and what `attend`
+    returns besides its output as `statistics` where `ATTENDED` is.
     """
 
     heads: int
     head_dim: int
     dropout: float = 0.0
     causal: bool = False
+    attend: AttentionFunction | None = None
 
     @nn.compact
     def __call__(
@@ -216,5 +229,14 @@ class SelfAttention(nn.Module):
             q, k = (jnp.einsum("bnd,dhe->bhne", x, qkv[:, i]) for i in range(2))
             weights = attention_weights(q, k, causal=self.causal)
             self.sow(MAPS, "attention_weights", weights)
-        x = multi_head_attention(x, qkv, kernel, causal=self.causal) + bias
+        if self.attend is None:
+            x = multi_head_attention(x, qkv, kernel, causal=self.causal)
+        else:
+            q, k, v = jnp.einsum("bnd,dthe->tbnhe", x, qkv)
+            found = self.attend(q, k, v, causal=self.causal)
+            attended, statistics = found if isinstance(found, tuple) else (found, None)
+            if statistics is not None:
+                self.sow(ATTENDED, "statistics", statistics)
+            x = jnp.einsum("bnhe,hew->bnw", attended, kernel)
+        x = x + bias
         return Dropout(self.dropout)(x, deterministic=deterministic)

@@ -7,6 +7,7 @@ a position sees the character it has to predict: all but the last are right for 
 import flax.linen as nn
 import jax.numpy as jnp
 
+from fedjax_tp.models.attention import AttentionFunction
 from fedjax_tp.models.layers import Dropout, Linear
 from fedjax_tp.models.vit import LAYER_NORM_EPSILON, Block
 from fedjax_tp.types import Array, Float
@@ -17,7 +18,7 @@ class CharTransformer(nn.Module):
 
     Attributes:
       num_characters: size of the alphabet.
-      dim, depth, heads, head_dim, mlp_dim, dropout: as of `ViT`.
+      dim, depth, heads, head_dim, mlp_dim, dropout, attend: as of `ViT`.
     """
 
     num_characters: int
@@ -27,6 +28,7 @@ class CharTransformer(nn.Module):
     head_dim: int = 64
     mlp_dim: int = 256
     dropout: float = 0.1
+    attend: AttentionFunction | None = None
 
     @nn.compact
     def __call__(
@@ -46,6 +48,7 @@ class CharTransformer(nn.Module):
                 self.mlp_dim,
                 self.dropout,
                 causal=True,
+                attend=self.attend,
                 name=f"block_{i}",
             )(x, deterministic=deterministic)
         x = nn.LayerNorm(LAYER_NORM_EPSILON, name="head_norm")(x)

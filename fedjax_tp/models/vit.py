@@ -4,7 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from fedjax_tp.models.attention import SelfAttention
+from fedjax_tp.models.attention import AttentionFunction, SelfAttention
 from fedjax_tp.models.layers import Dropout, Linear
 from fedjax_tp.types import Array, Float, InputError
 
@@ -67,16 +67,22 @@ class Block(nn.Module):
     mlp_dim: int
     dropout: float
     causal: bool = False
+    attend: AttentionFunction | None = None
 
     @nn.compact
     def __call__(
         self, x: Float[Array, "batch tokens dim"], *, deterministic: bool
     ) -> Float[Array, "batch tokens dim"]:
         normed = nn.LayerNorm(LAYER_NORM_EPSILON, name="attention_norm")(x)
-        attend = SelfAttention(
-            self.heads, self.head_dim, self.dropout, self.causal, name="attention"
+        attention = SelfAttention(
+            self.heads,
+            self.head_dim,
+            self.dropout,
+            self.causal,
+            self.attend,
+            name="attention",
         )
-        x = x + attend(normed, deterministic=deterministic)
+        x = x + attention(normed, deterministic=deterministic)
         normed = nn.LayerNorm(LAYER_NORM_EPSILON, name="mlp_norm")(x)
         mlp = Mlp(self.mlp_dim, self.dropout, name="mlp")
         return x + mlp(normed, deterministic=deterministic)
@@ -95,6 +101,7 @@ class ViT(nn.Module):
       heads, head_dim: attention heads; heads * head_dim need not equal dim.
       mlp_dim: hidden width of the MLPs.
       dropout: rate after embedding, attention output and both MLP layers.
+      attend: what attends instead of full attention.
     """
 
     num_classes: int
@@ -105,6 +112,7 @@ class ViT(nn.Module):
     head_dim: int = 64
     mlp_dim: int = 256
     dropout: float = 0.1
+    attend: AttentionFunction | None = None
 
     @nn.compact
     def __call__(
@@ -121,7 +129,12 @@ class ViT(nn.Module):
         x = Dropout(self.dropout)(x, deterministic=deterministic)
         for i in range(self.depth):
             block = Block(
-                self.heads, self.head_dim, self.mlp_dim, self.dropout, name=f"block_{i}"
+                self.heads,
+                self.head_dim,
+                self.mlp_dim,
+                self.dropout,
+                attend=self.attend,
+                name=f"block_{i}",
             )
             x = block(x, deterministic=deterministic)
         x = nn.LayerNorm(LAYER_NORM_EPSILON, name="head_norm")(x[:, 0])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.bench import devices, gpu, scale, skew, timing
+from experiments.bench import attention, devices, gpu, scale, skew, timing
 from experiments.bench import round as round_benchmark
 from fedjax_tp.models import task as tasks
 from fedjax_tp.models.vit import ViT
@@ -34,6 +34,32 @@ def test_round(capsys):
     assert found["images_per_second"] > 0
     assert found["peak_share"] > 0
     assert found["ratio"] is None
+
+
+def test_attention(capsys):
+    sizes = ("--lengths", "8", "256", "--heads", "2", "--head-dim", "16")
+    found = figures(capsys, attention, *sizes, "--repeats", "1")
+    assert [row["length"] for row in found["lengths"]] == [8, 256]
+    for row in found["lengths"]:
+        assert row["ms"].keys() >= {"full", "reference", "blockwise"}
+        assert 0 <= row["blocks_skipped"] < 1
+    assert attention.main(["--lengths", "300"]) == 2
+    assert "length is 300; allowed is up to 128, or a" in capsys.readouterr().err
+
+
+def test_blocks_of_softmax_are_full_attention():
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 256, 4, 8))
+    wanted = jax.nn.dot_product_attention(q, k, v)
+    np.testing.assert_allclose(attention.blocks_of_softmax(q, k, v), wanted, atol=1e-5)
+
+
+def test_share_of_blocks_that_are_pruned_whole():
+    q = jnp.ones((1, 128, 1, 4)) * 30
+    k = jnp.zeros((1, 128, 1, 4)).at[0, 70].set(1.0)
+    assert attention.skipped_blocks(q, k, 1e-3, 64) == 0.5
+    # The last block is of 2 keys and queries; padding is pruned, and is not counted.
+    q, k = jnp.ones((2, 130, 2, 4)), jnp.ones((2, 130, 2, 4))
+    assert attention.skipped_blocks(q, k, 1e-3, 64) == 0
 
 
 def test_round_against_pytorch(capsys):

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from fedjax_tp.models.attention import attention, multi_head_attention
+from fedjax_tp.inference.attention import quantized_attention
+from fedjax_tp.models.attention import ATTENDED, attention, multi_head_attention
+from fedjax_tp.models.char_transformer import CharTransformer
+from fedjax_tp.models.vit import ViT
 
 
 def plain_attention(q, k, v, causal=False):
@@ -145,3 +148,39 @@ def test_large_scores_stay_finite():
     q = jnp.full((1, 1, 2, 4), 1e4)
     value, *gradients = with_gradients(attention, jnp.ones((1, 1, 2, 4)), q, q, q)
     assert all(np.isfinite(leaf).all() for leaf in (value, *gradients))
+
+
+def _codes_of_many_bits(q, k, v, *, causal):
+    return quantized_attention(
+        q, k, v, bits=None, threshold=0.0, causal=causal, return_statistics=True
+    )
+
+
+@pytest.mark.parametrize("kind", ["vit", "char_transformer"])
+def test_models_take_an_attention_function_and_nothing_else_changes(kind):
+    sizes = {"dim": 8, "depth": 2, "heads": 2, "head_dim": 4, "mlp_dim": 8}
+    if kind == "vit":
+        x = jax.random.normal(jax.random.key(0), (3, 8, 8, 1))
+        plain, quantized = (
+            ViT(3, patch_size=4, attend=attend, **sizes)
+            for attend in (None, _codes_of_many_bits)
+        )
+    else:
+        x = jax.random.randint(jax.random.key(0), (3, 7), 0, 5).astype(float)
+        plain, quantized = (
+            CharTransformer(5, attend=attend, **sizes)
+            for attend in (None, _codes_of_many_bits)
+        )
+    params = plain.init(jax.random.key(1), x)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        params,
+        {"params": quantized.init(jax.random.key(1), x)["params"]},
+    )
+    found, sown = quantized.apply(params, x, mutable=[ATTENDED])
+    np.testing.assert_allclose(found, plain.apply(params, x), atol=1e-5)
+    tokens = 5 if kind == "vit" else 7
+    seen = tokens**2 if kind == "vit" else tokens * (tokens + 1) // 2
+    for block in ("block_0", "block_1"):
+        (statistics,) = sown[ATTENDED][block]["attention"]["statistics"]
+        assert (np.asarray(statistics.histogram) == [0, seen]).all()
