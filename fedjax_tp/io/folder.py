@@ -17,9 +17,14 @@ _PARTIAL = ".partial"
 
 def write_text(path: Path, text: str) -> None:
     """Writes a file so that it is there whole, or as it was before."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Writes a file so that it is there whole, or as it was before."""
     partial = path.with_name(path.name + _PARTIAL)
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
+    with partial.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
