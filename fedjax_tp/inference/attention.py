@@ -30,7 +30,8 @@ class Statistics(NamedTuple):
 
     Attributes:
       share_pruned: how many of them become 0.
-      histogram: how many have each code. Without bits there are two: 0 and kept.
+      histogram: how many have each code. Without bits, or where they are traced, there
+        are two: 0 and kept.
     """
 
     share_pruned: Float[Array, "batch heads"]
@@ -54,6 +55,7 @@ class _How(NamedTuple):
     implementation: str
     is_log: bool
     codes: int
+    counted: int
     causal: bool
     renormalize: bool
     return_statistics: bool
@@ -116,16 +118,19 @@ def quantized_attention(
     _check_arrays(q, k, v, lengths, mask)
     needs = kernel.unsupported(q, is_log=is_log, has_mask=mask is not None)
     implementation = _chosen(implementation, needs, interpret)
-    rule, codes = _Rule(jnp.asarray(threshold, jnp.float32)), 2
+    rule, codes, counted = _Rule(jnp.asarray(threshold, jnp.float32)), 2, 2
     if bits is not None:
         grid = quantizers.grid_above(threshold, bits, is_log=is_log)
         minimum = jnp.asarray(grid.minimum, jnp.float32)
         rule = _Rule(rule.threshold, jnp.asarray(bits), minimum)
-        codes = 2 ** (quantizers.MOST_BITS if quantizers.is_traced(bits) else int(bits))
+        codes = 2**quantizers.MOST_BITS
+        if not quantizers.is_traced(bits):
+            codes = counted = 2 ** int(bits)
     how = _How(
         implementation,
         is_log,
         codes,
+        counted,
         causal,
         renormalize,
         return_statistics,
@@ -293,15 +298,15 @@ def _reference(
 def _count(
     how: _How, codes: Array, seen: Array | None
 ) -> Int[Array, "batch heads codes"]:
-    """How many values have each code."""
+    """How many values have each code; the last also counts those above it."""
+    codes = jnp.minimum(codes, how.counted - 1).astype(jnp.int32)
     if seen is not None:
-        codes = jnp.where(seen, codes, how.codes)
+        codes = jnp.where(seen, codes, how.counted)
 
     def of(code: Array) -> Array:
         return jnp.sum(codes == code, axis=(-2, -1), dtype=jnp.int32)
 
-    dtype = codes.dtype if how.codes < 256 else jnp.int32
-    by_code = jax.lax.map(of, jnp.arange(how.codes, dtype=dtype))
+    by_code = jax.lax.map(of, jnp.arange(how.counted))
     return jnp.moveaxis(by_code, 0, -1)
 
 
@@ -371,7 +376,7 @@ def _blockwise(
     out = jnp.transpose(out, (0, 2, 4, 1, 3, 5))
     out = out.reshape(batch, blocks * QUERIES, heads, head_dim)[:, :length]
     if histogram is not None:
-        histogram = histogram.reshape(batch, heads, how.codes)
+        histogram = histogram.reshape(batch, heads, how.counted)
     return out.astype(v.dtype), histogram
 
 
@@ -468,6 +473,7 @@ def _pallas(
         causal=how.causal,
         renormalize=how.renormalize,
         codes=how.codes,
+        counted=how.counted,
         return_statistics=how.return_statistics,
         interpret=how.interpret,
     )

@@ -330,18 +330,36 @@ def test_under_vmap_and_shard_map(name):
     np.testing.assert_allclose(sharded, wanted, atol=1e-6)
 
 
-def test_a_sweep_over_bits_and_thresholds_is_one_program():
+@pytest.mark.parametrize("name", FAST)
+def test_a_sweep_over_bits_and_thresholds_is_one_program(name):
     traces = []
     q, k, v = inputs(12)
 
     @jax.jit
     def attend(bits, threshold):
         traces.append(1)
-        return quantized_attention(q, k, v, bits=bits, threshold=threshold)
+        return quantized_attention(
+            q,
+            k,
+            v,
+            bits=bits,
+            threshold=threshold,
+            return_statistics=True,
+            **FAST[name],
+        )
 
     for bits, threshold in ((2, 1e-3), (3, 1e-2), (8, 0.0)):
-        wanted = quantized_attention(q, k, v, bits=bits, threshold=threshold)
-        np.testing.assert_allclose(attend(bits, threshold), wanted, atol=1e-5)
+        wanted, statistics = quantized_attention(
+            q, k, v, bits=bits, threshold=threshold, return_statistics=True
+        )
+        found, counts = attend(bits, threshold)
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+        np.testing.assert_array_equal(
+            counts.histogram[..., 0], statistics.histogram[..., 0]
+        )
+        np.testing.assert_array_equal(
+            counts.histogram[..., 1], statistics.histogram[..., 1:].sum(-1)
+        )
     assert len(traces) == 1
 
 

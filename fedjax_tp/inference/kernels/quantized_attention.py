@@ -72,6 +72,7 @@ def attend(
     causal: bool = False,
     renormalize: bool = False,
     codes: int = 2,
+    counted: int | None = None,
     return_statistics: bool = False,
     interpret: bool = False,
     platform: str | None = None,
@@ -83,7 +84,9 @@ def attend(
       q, k, v, lengths, scale, threshold, causal, renormalize: as of
         `fedjax_tp.inference.attention.quantized_attention`.
       grid: number of bins and minimum of the logarithmic grid; None prunes alone.
-      codes: length of the histogram.
+      codes: of the grid, or of the largest there may be if it is traced.
+      counted: length of the histogram, `codes` by default; the last entry also counts
+        the codes above it.
       return_statistics: count codes, and the blocks that are skipped.
       interpret: run without a GPU or TPU.
       platform: "gpu" or "tpu"; by default the one of this process.
@@ -106,15 +109,16 @@ def attend(
     by_head_lengths = jnp.repeat(
         lengths.astype(jnp.int32), heads, total_repeat_length=batch * heads
     )
+    counted = codes if counted is None else counted
     blocks_q = padded // block_q
     shapes = [jax.ShapeDtypeStruct((batch * heads, padded, width), q.dtype)]
     specs = [pl.BlockSpec((None, block_q, width), lambda head, i: (head, i, 0))]
     if return_statistics:
-        counted = _counts_width(codes)
-        shape = (batch * heads, blocks_q, 1, counted)
+        counts_width = _power(counted + 2)
+        shape = (batch * heads, blocks_q, 1, counts_width)
         shapes.append(jax.ShapeDtypeStruct(shape, jnp.int32))
         specs.append(
-            pl.BlockSpec((None, None, 1, counted), lambda head, i: (head, i, 0, 0))
+            pl.BlockSpec((None, None, 1, counts_width), lambda head, i: (head, i, 0, 0))
         )
     scalars = _scalar_spec(platform, interpret)
     whole = pl.BlockSpec((None, padded, width), lambda head, i: (head, 0, 0))
@@ -127,6 +131,7 @@ def attend(
             causal=causal,
             renormalize=renormalize,
             codes=codes,
+            counted=counted,
         ),
         out_shape=shapes,
         grid=(batch * heads, blocks_q),
@@ -141,7 +146,7 @@ def attend(
     if not return_statistics:
         return Attended(out, None, None)
     counts = jnp.sum(found[1], axis=(1, 2)).reshape(batch, heads, -1)
-    return Attended(out, counts[..., :codes], counts[..., codes : codes + 2])
+    return Attended(out, counts[..., :counted], counts[..., counted : counted + 2])
 
 
 def _block_sizes(platform: str, length: int) -> tuple[int, int]:
@@ -149,11 +154,6 @@ def _block_sizes(platform: str, length: int) -> tuple[int, int]:
         return 128, 128
     size = min(64, max(16, 1 << (length - 1).bit_length()))
     return size, size
-
-
-def _counts_width(codes: int) -> int:
-    """Codes and two counts of blocks; arrays on a GPU have powers of two."""
-    return _power(codes + 2)
 
 
 def _scalar_spec(platform: str, interpret: bool) -> Any:
@@ -205,6 +205,7 @@ def _kernel(
     causal: bool,
     renormalize: bool,
     codes: int,
+    counted: int,
 ) -> None:
     length = lengths_ref[pl.program_id(0)]
     q = q_ref[...]
@@ -276,7 +277,7 @@ def _kernel(
         if renormalize:
             rest = rest + jnp.sum(value, axis=1, keepdims=True)
         if counts_ref is not None:
-            counts = _counted(counts, jnp.where(is_kept, code + 1, 0), codes)
+            counts = _counted(counts, jnp.where(is_kept, code + 1, 0), counted)
         return out, rest, counts, skipped
 
     def skip(j, carry):
@@ -309,8 +310,8 @@ def _kernel(
     if counts_ref is not None:
         place = jax.lax.broadcasted_iota(jnp.int32, counts.shape, 1)
         counts = jnp.where(place == 0, num_seen - jnp.sum(counts), counts)
-        counts = jnp.where(place == codes, end, counts)
-        counts_ref[...] = jnp.where(place == codes + 1, skipped, counts)
+        counts = jnp.where(place == counted, end, counts)
+        counts_ref[...] = jnp.where(place == counted + 1, skipped, counts)
 
 
 def _dot(a: Array, b: Array, *, transposed: bool = False) -> Array:
@@ -321,17 +322,18 @@ def _dot(a: Array, b: Array, *, transposed: bool = False) -> Array:
     )
 
 
-def _counted(counts: Array, code: Array, codes: int) -> Array:
+def _counted(counts: Array, code: Array, counted: int) -> Array:
     """Counts of the codes that are not 0, added to those before."""
+    code = jnp.minimum(code, counted - 1)
     place = jax.lax.broadcasted_iota(jnp.int32, counts.shape, 1)
 
     def add(which, counts):
         number = jnp.sum((code == which).astype(jnp.int32))
         return jnp.where(place == which, counts + number, counts)
 
-    return jax.lax.fori_loop(1, codes, add, counts)
+    return jax.lax.fori_loop(1, counted, add, counts)
 
 
 def _power(number: int) -> int:
-    """The smallest power of two that is no smaller."""
+    """The smallest power of two that is no smaller; arrays on a GPU have such sizes."""
     return 1 << (number - 1).bit_length()

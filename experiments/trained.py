@@ -1,0 +1,99 @@
+"""A model out of a run folder, for experiments that do not train one."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from experiments import cli, setup
+from experiments.flags import TrainingRunFlags
+from experiments.setup import Setup
+from fedjax_tp import algorithms
+from fedjax_tp.algorithms import Algorithm, Message
+from fedjax_tp.io import checkpoints, client_store, folder
+from fedjax_tp.simulation.rounds import SimulationState, init_state
+from fedjax_tp.types import Array, InputError, Params
+
+_EXPERIMENTS = ("fedtp", "attention_personalization", "compare/group")
+"""Whose run folders hold the clients that their flags describe."""
+
+
+class Trained(NamedTuple):
+    """An algorithm as its newest checkpoint has it, with the data of its run."""
+
+    flags: TrainingRunFlags
+    setup: Setup
+    algorithm: Algorithm
+    state: SimulationState
+    round: int
+
+
+def load(run: Path, name: str, mesh: Mesh) -> Trained:
+    """Loads one algorithm of a run, of its first seed.
+
+    Args:
+      run: the folder.
+      name: of the algorithm.
+      mesh: the devices.
+
+    Raises:
+      InputError: there is no such run, or no such algorithm in it, or its clients do
+        not hold whole models of their own that are ready to be used.
+    """
+    if not (run / "config.json").is_file():
+        raise InputError(f"run {run} is no run folder (no config.json)")
+    content = folder.read_json(run / "config.json")
+    experiment = content.get("experiment") if isinstance(content, dict) else None
+    if experiment not in _EXPERIMENTS:
+        raise InputError(
+            f"run {run} is of {experiment!r}; allowed is one of "
+            f"{', '.join(_EXPERIMENTS)}"
+        )
+    saved = run / "checkpoints"
+    has_any = saved.is_dir() and any(saved.iterdir())
+    names = sorted(p.name for p in saved.iterdir()) if has_any else []
+    if name not in names:
+        raise InputError(
+            f"algorithm is {name!r}, of which run {run} has no checkpoint; allowed is "
+            f"one of {', '.join(names) or 'none: it has no checkpoint at all'}"
+        )
+    if client_store.has_saved(saved / name):
+        raise InputError(
+            f"what clients of {name} keep lies on the host in run {run}; train with "
+            "--kept-on-host no"
+        )
+    flags = cli.with_values(TrainingRunFlags(), content["flags"])
+    seeds = flags.run.seeds
+    one_seed = replace(flags.run, seeds=1)
+    prepared = setup.make_setup(flags.data, flags.model, flags.training, one_seed, mesh)
+    algorithm = algorithms.build(name, setup.make_setting(flags, prepared))
+    if algorithm.adapt is not None or algorithm.predict is not None:
+        raise InputError(
+            f"algorithm is {name!r}, whose clients adapt their model before they use "
+            "it, or look at their examples; allowed is one with models ready to be used"
+        )
+
+    def of_seed(key: jax.Array) -> SimulationState:
+        return init_state(algorithm, prepared.num_clients, key)
+
+    init: Callable = of_seed if seeds == 1 else jax.vmap(of_seed)
+    key = jax.random.key(0)
+    shapes = jax.eval_shape(init, key if seeds == 1 else jax.random.split(key, seeds))
+    restored = checkpoints.restore(saved / name, shapes, print)
+    assert restored is not None
+    state = restored.state
+    if seeds > 1:
+        state = jax.tree.map(lambda leaf: leaf[0], state)
+    return Trained(flags, prepared, algorithm, state, restored.round)
+
+
+def params_of(algorithm: Algorithm, state: SimulationState, client: Array) -> Params:
+    """The whole model of one client; under `jit` or not."""
+    message = algorithm.broadcast(state.server, jnp.asarray(client)[None])
+    own = jax.tree.map(lambda leaf: leaf[0], message.personal)
+    kept = jax.tree.map(lambda leaf: leaf[client], state.kept)
+    return algorithm.client_params(Message(message.shared, own), kept)
