@@ -15,8 +15,13 @@ _PLUMBING = {
     "launch",
     "results",
     "setup",
+    "sweep",
+    "trained",
 }
 _PLUMBING |= {"bench.timing", "bench.torch_fedtp"}
+_PLUMBING |= {
+    f"quantized.{name}" for name in ("clients", "language", "qa", "sentiment")
+}
 
 
 def describe() -> list[tuple[str, str]]:

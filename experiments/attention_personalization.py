@@ -23,8 +23,9 @@ from rich.console import Console
 from experiments import cli, driver, launch, results, setup
 from experiments.flags import DataFlags, RunFlags, TrainingFlags, TrainingRunFlags
 from experiments.setup import Setup
+from experiments.trained import params_of
 from fedjax_tp import algorithms
-from fedjax_tp.algorithms import Algorithm, Message, Setting, partial_personalization
+from fedjax_tp.algorithms import Algorithm, Setting, partial_personalization
 from fedjax_tp.algorithms.base import is_head
 from fedjax_tp.algorithms.fedbn import is_norm
 from fedjax_tp.analysis import attention_maps
@@ -32,7 +33,7 @@ from fedjax_tp.data.federated import gather
 from fedjax_tp.io import folder, plots, report
 from fedjax_tp.models.attention import is_attention_projection
 from fedjax_tp.simulation.rounds import SimulationState
-from fedjax_tp.types import InputError, Params
+from fedjax_tp.types import InputError
 
 EXPERIMENT = "attention_personalization"
 COMPARED = ("local", "fedavg", "fedtp")
@@ -154,10 +155,7 @@ def client_maps(
 
     @jax.jit
     def of_client(client: jax.Array) -> jax.Array:
-        message = algorithm.broadcast(state.server, client[None])
-        own = jax.tree.map(lambda leaf: leaf[0], message.personal)
-        kept = jax.tree.map(lambda leaf: leaf[client], state.kept)
-        params: Params = algorithm.client_params(Message(message.shared, own), kept)
+        params = params_of(algorithm, state, client)
         places = jnp.arange(flags.map_images)
         size = prepared.test.size[client]
         return task_maps(params, gather(prepared.test, client, places, places < size).x)

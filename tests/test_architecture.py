@@ -14,6 +14,7 @@ LAYERS = {
     "data": 1,
     "models": 1,
     "hypernetwork": 2,
+    "finetuning": 2,
     "algorithms": 3,
     "simulation": 4,
     "inference": 5,

@@ -354,3 +354,112 @@ def cost_of_rounds(
         _plain(axes)
     figure.tight_layout()
     _save(figure, path)
+
+
+def quantization(
+    path: Path,
+    full: float,
+    by_bits: Mapping[str, Mapping[int, float]],
+    by_share: Mapping[str, Mapping[float, float]],
+    score: str,
+) -> None:
+    """A score with quantized attention: against bits, and against the share pruned.
+
+    Args:
+      path: of the PNG.
+      full: the score at full precision; scores are 0 to 1.
+      by_bits: for each kind of code, the score by bits.
+      by_share: for each way to prune, the score by the share pruned.
+      score: what it is.
+    """
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(9, 3.6), sharey=True, layout="constrained"
+    )
+    for color, (name, scores) in zip(COLORS, by_bits.items(), strict=False):
+        left.plot(
+            list(scores),
+            [100 * s for s in scores.values()],
+            "o-",
+            color=color,
+            label=name,
+        )
+    for color, (name, curve) in zip(COLORS[2:], by_share.items(), strict=False):
+        shares = sorted(curve)
+        right.plot(
+            [100 * share for share in shares],
+            [100 * curve[share] for share in shares],
+            "o-",
+            color=color,
+            label=name,
+        )
+    left.set(xlabel="bits of a code", ylabel=f"{score}, %")
+    left.xaxis.set_major_locator(MaxNLocator(integer=True))
+    right.set(xlabel="attention values pruned, %")
+    for axes in (left, right):
+        axes.axhline(100 * full, color="0.4", lw=1, ls="--", label="full precision")
+        axes.legend(frameon=False, fontsize=8)
+        _plain(axes)
+    _save(figure, path)
+
+
+def by_head(path: Path, shares: Float[np.ndarray, "layers heads"], title: str) -> None:
+    """A heat map of the share of attention values that are pruned, by layer and head.
+
+    Args:
+      path: of the PNG.
+      shares: 0 to 1.
+      title: of the picture.
+    """
+    layers, heads = shares.shape
+    figure, axes = plt.subplots(
+        figsize=(1.8 + 0.5 * heads, 1.4 + 0.4 * layers), layout="constrained"
+    )
+    image = axes.imshow(100 * shares, cmap="viridis", vmin=0, vmax=100, aspect="auto")
+    for layer in range(layers):
+        for head in range(heads):
+            share = shares[layer, head]
+            axes.text(
+                head,
+                layer,
+                f"{100 * share:.0f}",
+                ha="center",
+                va="center",
+                fontsize=8,
+                color="black" if share > 0.6 else "white",
+            )
+    axes.set(
+        xticks=range(heads),
+        yticks=range(layers),
+        xticklabels=range(1, heads + 1),
+        yticklabels=range(1, layers + 1),
+        xlabel="head",
+        ylabel="layer",
+    )
+    axes.set_title(title, fontsize=9)
+    figure.colorbar(image, ax=axes, label="pruned, %")
+    _save(figure, path)
+
+
+def attention_values(
+    path: Path,
+    edges: Float[np.ndarray, " edges"],
+    by_layer: Float[np.ndarray, "layers bins"],
+    cut: float,
+) -> None:
+    """How attention values are distributed, a line a layer, on a logarithmic scale.
+
+    Args:
+      path: of the PNG.
+      edges: of the bins; values.
+      by_layer: the share of a layer's values in each bin.
+      cut: a threshold to be shown.
+    """
+    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    colors = plt.colormaps["viridis"](np.linspace(0, 0.9, len(by_layer)))
+    for layer, (color, shares) in enumerate(zip(colors, by_layer, strict=True), 1):
+        axes.stairs(100 * shares, edges, color=color, label=f"layer {layer}", lw=1.5)
+    axes.axvline(cut, color="0.4", lw=1, ls="--", label=f"{cut:g}")
+    axes.set(xscale="log", xlabel="attention value", ylabel="share of values, %")
+    axes.legend(frameon=False, fontsize=8)
+    _plain(axes)
+    _save(figure, path)

@@ -415,6 +415,28 @@ def params_from(
     return params
 
 
+def tensors_from(params: Params, config: BertConfig) -> dict[str, np.ndarray]:
+    """Undoes `params_from`: tensors by the names of a Hugging Face checkpoint."""
+    tensors: dict[str, np.ndarray] = {}
+
+    def put(path: tuple, leaf: Array) -> None:
+        name = path_name(path)
+        whole = np.asarray(leaf)
+        if "qkv" in name:
+            whole = whole.reshape(*whole.shape[:-2], -1)
+            parts = [np.take(whole, i, axis=-2) for i in range(3)]
+        else:
+            parts = [whole]
+        for theirs, part in zip(_names_of(name, config), parts, strict=True):
+            has_prefix = theirs.startswith(("embeddings.", "encoder.", "transformer."))
+            is_linear = "kernel" in name or name.endswith("/qkv")
+            prefix = f"{config.kind}." if has_prefix or "pooler" in theirs else ""
+            tensors[prefix + theirs] = part.T if is_linear else part
+
+    jax.tree_util.tree_map_with_path(put, params)
+    return tensors
+
+
 def _at(tree: Any, name: str) -> Array:
     for part in name.split("/"):
         tree = tree[part]

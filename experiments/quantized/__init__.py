@@ -1,0 +1,1 @@
+"""The subcommands of `experiments.quantized_attention`, a module each."""
