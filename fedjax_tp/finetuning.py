@@ -93,7 +93,7 @@ def _cut(texts: Texts, rows: np.ndarray, width: int, is_real: np.ndarray) -> Tex
 
 
 def check_layers(layers: int | None, depth: int) -> None:
-    """Raises InputError unless so many last blocks can be trained; None is all."""
+    """Raises InputError unless so many last blocks are there; None is all."""
     if layers is not None and not 0 <= layers <= depth:
         raise InputError(
             f"layers is {layers}; allowed is 0 to {depth}, or unset for all"
@@ -101,7 +101,7 @@ def check_layers(layers: int | None, depth: int) -> None:
 
 
 def is_trained(layers: int | None, depth: int) -> tree.PathPredicate:
-    """Which parameters are trained: heads, and the last `layers` blocks; None for all."""
+    """Which parameters are trained: heads and the last `layers` blocks; None: all."""
 
     def predicate(path: str) -> bool:
         name = path.split("/")[0]

@@ -1,4 +1,4 @@
-"""What `sentiment` and `qa` share: a pretrained model, fine-tuned or not, and its sweep."""
+"""What `sentiment` and `qa` share: a pretrained model, its fine-tuning and sweep."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,9 +12,10 @@ import numpy as np
 from rich.console import Console
 
 from experiments import launch, setup, sweep
+from experiments.cli import Interrupted
 from experiments.quantized.clients import histograms
 from experiments.sweep import Found, Rule
-from fedjax_tp import finetuning
+from fedjax_tp import finetuning, tree
 from fedjax_tp.finetuning import Texts
 from fedjax_tp.io import folder, pretrained, report
 from fedjax_tp.io.signals import stop_signals
@@ -131,13 +132,11 @@ def open_out(flags: LanguageFlags, name: str) -> Path:
 def fine_tune(
     loaded: Loaded, texts: Texts, flags: LanguageFlags, out: Path, console: Console
 ) -> Loaded:
-    """Trains what the flags say, and saves the model in a folder that can be read again.
+    """Trains what the flags say, and saves the model in a folder to be read again.
 
     Raises:
       Interrupted: told to stop; nothing of the training is kept.
     """
-    from experiments.cli import Interrupted
-
     module, layers = loaded.module, flags.layers
     started = time.perf_counter()
     if layers is not None:
@@ -172,9 +171,7 @@ def fine_tune(
                 if (stop := stop_signal()) is not None:
                     raise Interrupted(stop, f"stopped in step {done}; nothing is saved")
     console.print(f"fine-tuned in {(time.perf_counter() - started) / 60:.1f} minutes")
-    from fedjax_tp.tree import merge
-
-    params = merge(tuned.trained, tuned.frozen)
+    params = tree.merge(tuned.trained, tuned.frozen)
     save(out / "model", loaded, params)
     return loaded._replace(params=params, has_head=True)
 

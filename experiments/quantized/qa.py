@@ -92,8 +92,8 @@ def run(flags: Flags) -> None:
         console,
         name="qa",
         score="F1",
-        summary=f"{len(asked)} questions on {len({q.article for q in asked})} articles; "
-        "thresholds and bits are compared on these same questions.",
+        summary=f"{len(asked)} questions on {len({q.article for q in asked})} "
+        "articles; thresholds and bits are compared on these same questions.",
         more={
             "questions": len(asked),
             "exact_match": {

@@ -103,8 +103,8 @@ def read_questions(path: Path) -> tuple[Question, ...]:
     for question in found:
         if not question.answers:
             raise InputError(
-                f"question {question.id} in {path} has no answer; in SQuAD v1.1 every one "
-                "has"
+                f"question {question.id} in {path} has no answer; in SQuAD v1.1 every "
+                "one has"
             )
         for answer, start in zip(question.answers, question.starts, strict=True):
             if question.context[start : start + len(answer)] != answer:
@@ -170,7 +170,7 @@ def make_windows(
 
 
 def _place(spans: np.ndarray, question: Question) -> tuple[int, int]:
-    """First and last token of the first answer, if it is whole in the window; or 0, 0."""
+    """First and last token of the first answer, or 0, 0 if it is not in the window."""
     start, text = question.starts[0], question.answers[0]
     end = start + len(text)
     begins, ends = spans[:, 0], spans[:, 1]

@@ -124,7 +124,9 @@ class ViT(nn.Module):
         x = Linear(self.dim, name="patch_embedding")(patches(images, self.patch_size))
         normal = nn.initializers.normal(1.0)
         cls = self.param("cls", normal, (1, 1, self.dim))
-        x = jnp.concatenate([jnp.tile(cls, (len(x), 1, 1)), x], axis=1)
+        x = jnp.concatenate(
+            [jnp.broadcast_to(cls, (x.shape[0], 1, self.dim)), x], axis=1
+        )
         x = x + self.param("positions", normal, (1, *x.shape[1:]))
         x = Dropout(self.dropout)(x, deterministic=deterministic)
         for i in range(self.depth):
