@@ -4,7 +4,7 @@ The model of a folder, or MiniLM-L6 fine-tuned on most of the articles of a file
 SQuAD v1.1's format, answers questions on the rest; exact match and F1 by SQuAD's rules.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -34,8 +34,10 @@ class Flags(LanguageFlags):
     """The most tokens of a question and a stretch of its text."""
     stride: int = 128
     """Tokens by which stretches of a text overlap."""
-    epochs: int = field(default=4)
+    epochs: int = 2
     """Passes over the training questions."""
+    batch_size: int = 8
+    """Windows of a step."""
 
 
 def run(flags: Flags) -> None:
