@@ -48,7 +48,7 @@ def losses_and_gradients(module, params, batch, layers):
     return jax.value_and_grad(loss)(params, jax.tree.map(jnp.asarray, batch))
 
 
-@pytest.mark.parametrize("layers", [0, 1, 2])
+@pytest.mark.parametrize("layers", [0, 1])
 def test_from_cached_states_the_loss_and_its_gradients_are_the_same(layers):
     module = bert.Bert(CONFIG, labels=3)
     params = bert.init(module, jax.random.key(0))
@@ -64,7 +64,7 @@ def test_from_cached_states_the_loss_and_its_gradients_are_the_same(layers):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), ours, wanted)
 
 
-@pytest.mark.parametrize("layers", [None, 0, 1])
+@pytest.mark.parametrize("layers", [None, 1])
 def test_steps_learn_and_leave_the_rest_alone(layers):
     module = bert.Bert(CONFIG, labels=3, pool="mean", pools=False)
     params = bert.init(module, jax.random.key(0))
