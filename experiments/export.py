@@ -99,7 +99,7 @@ def run(flags: Flags) -> None:
             f"client is {flags.client}; allowed is 0 to {found.setup.num_clients - 1}"
         )
     out = Path(flags.out)
-    folder.open_folder(out, resume=False)
+    folder.open_folder(out, resume=False, can_resume=False)
     params = trained.params_of(found.algorithm, found.state, jnp.int32(flags.client))
     forward = make_forward(found, flags)
     write_bundle(out, flags, found, params, forward)

@@ -116,7 +116,7 @@ def memory_limit(flags: DeviceFlags, mesh: Mesh) -> int | None:
         return int(stats["bytes_limit"])
     if device.platform != "cpu":
         return None
-    available = _available_memory()
+    available = available_memory()
     return None if available is None else available // len(mesh.local_devices)
 
 
@@ -129,7 +129,7 @@ def resident_bytes() -> int | None:
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _available_memory() -> int | None:
+def available_memory() -> int | None:
     """Bytes of the machine that are free, or of the control group, if that has less."""
     found = []
     with contextlib.suppress(OSError, StopIteration, ValueError):

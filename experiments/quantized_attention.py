@@ -1,7 +1,7 @@
 """What do pruned attention values in a few bits cost, without any retraining?
 
     python -m experiments.quantized_attention clients --run DIR
-    python -m experiments.quantized_attention sentiment
+    python -m experiments.quantized_attention sentiment --train FILE --validation FILE
     python -m experiments.quantized_attention qa --questions FILE
 
 measures it on every client's personal model of a run, on a pretrained language model

@@ -42,13 +42,15 @@ class Rule(NamedTuple):
         if self.bits is None:
             return f"pruned at {self.threshold:g}" if self.threshold else "full"
         kind = "log" if self.is_log else "linear"
+        pruned = f"pruned at {self.threshold:g}" if self.threshold else "not pruned"
         bits = f"{self.bits} bit{'s' if self.bits > 1 else ''}"
-        return f"{bits} {kind}, pruned at {self.threshold:g}"
+        return f"{bits} {kind}, {pruned}"
 
 
 FULL = Rule(None, 0.0)
 ALL_PRUNED = Rule(None, 1 - 2**-20)
-"""A control: how much of the score needs attention at all?"""
+"""A control: how much of the score needs attention at all? Only values of 1 are left,
+where a query sees one key."""
 
 
 class Found(NamedTuple):
@@ -99,9 +101,9 @@ def rules(bits: int, thresholds: Sequence[float]) -> list[Rule]:
     check_bits(bits)
     found = [FULL]
     found += [Rule(None, threshold) for threshold in thresholds]
-    found += [Rule(bits, threshold) for threshold in thresholds]
+    found += [Rule(bits, threshold) for threshold in (0.0, *thresholds)]
     for is_log in (True, False):
-        found += [Rule(b, PAPER_THRESHOLD, is_log) for b in BITS]
+        found += [Rule(b, PAPER_THRESHOLD, is_log) for b in (bits, *BITS)]
     return [*dict.fromkeys(found), ALL_PRUNED]
 
 
@@ -145,8 +147,9 @@ def by_kind(make: Callable[[Callable[[Any, Any], AttentionFunction]], Callable])
 
 
 def relative_loss(found: Found, full: Found) -> float:
-    """What is lost, as a share of the score at full precision; negative if gained."""
-    return 1 - found.score / full.score if full.score > 0 else 0.0
+    """What is lost, as a share of the score at full precision; negative if gained. All
+    where there was nothing: no rule is good enough for a model that is useless."""
+    return 1 - found.score / full.score if full.score > 0 else 1.0
 
 
 def best_within_loss(found: Sequence[Found], bits: int | None) -> Found | None:
@@ -239,7 +242,7 @@ def write_sweep(
         f"{bits} bits": _curve(found, bits),
     }
     plots.quantization(out / "sweep.png", full.score, by_bits, curves, score)
-    paper = next((f for f in found if f.rule == Rule(bits, PAPER_THRESHOLD)), found[-1])
+    paper = next(f for f in found if f.rule == Rule(bits, PAPER_THRESHOLD))
     plots.by_head(out / "heads.png", paper.share_pruned, paper.rule.label)
     chosen = {}
     for name, of_bits in (("pruned alone", None), (f"{bits} bits", bits)):

@@ -83,8 +83,9 @@ def load(run: Path, name: str, mesh: Mesh) -> Trained:
     init: Callable = of_seed if seeds == 1 else jax.vmap(of_seed)
     key = jax.random.key(0)
     shapes = jax.eval_shape(init, key if seeds == 1 else jax.random.split(key, seeds))
-    restored = checkpoints.restore(saved / name, shapes, print)
-    assert restored is not None
+    restored = checkpoints.restore(saved / name, shapes, print, set_aside=False)
+    if restored is None:
+        raise InputError(f"run {run} has no complete checkpoint of {name} yet")
     state = restored.state
     if seeds > 1:
         state = jax.tree.map(lambda leaf: leaf[0], state)

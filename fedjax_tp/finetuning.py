@@ -185,7 +185,9 @@ def make_optimizer(learning_rate: float, steps: int) -> optax.GradientTransforma
     warm_up = max(1, steps // 10)
     rate = optax.join_schedules(
         [
-            optax.linear_schedule(0.0, learning_rate, warm_up),
+            optax.linear_schedule(
+                learning_rate / warm_up, learning_rate, max(1, warm_up - 1)
+            ),
             optax.linear_schedule(learning_rate, 0.0, max(1, steps - warm_up)),
         ],
         [warm_up],
@@ -201,7 +203,7 @@ def start(
     depth: int,
     optimizer: optax.GradientTransformation,
 ) -> Tuned:
-    """Before the first step.
+    """Before the first step; steps take the memory of `params` for their own.
 
     Raises:
       InputError: there are not so many blocks.
@@ -214,7 +216,10 @@ def start(
 def make_step(
     module: Bert, layers: int | None, optimizer: optax.GradientTransformation
 ) -> Callable[[Tuned, Texts, PRNGKey], tuple[Tuned, Array]]:
-    """A jitted `(tuned, batch, key) -> (tuned, loss)`; one program for each width."""
+    """A jitted `(tuned, batch, key) -> (tuned, loss)`; one program for each width.
+
+    The arrays of the given `tuned` are used up.
+    """
 
     def loss(trained: Params, frozen: Params, batch: Texts, key: PRNGKey) -> Array:
         params = tree.merge(trained, frozen)

@@ -121,8 +121,10 @@ def test_the_rate_warms_up_and_falls_to_nothing():
     for _ in range(20):
         updates, state = optimizer.update({"w": jnp.ones(())}, state, params)
         sizes.append(abs(float(updates["w"])))
-    assert sizes[0] == 0
-    assert np.argmax(sizes) == 2
+    # The first step of a run of one step trains.
+    assert sizes[0] == pytest.approx(0.5, rel=0.02)
+    assert sizes[1:3] == pytest.approx([1, 1], rel=0.02)
+    assert (np.diff(sizes[2:]) < 0).all()
     assert sizes[-1] < 0.1 * max(sizes)
 
 

@@ -86,7 +86,7 @@ def run(flags: Flags) -> None:
     out = Path(flags.run) / f"quantized-{flags.algorithm}"
     if flags.out is not None:
         out = Path(flags.out)
-    folder.open_folder(out, resume=False)
+    folder.open_folder(out, resume=False, can_resume=False)
     setup.write_config(out, "quantized_attention clients", flags)
     console.print(
         f"{flags.algorithm} after {found.round} rounds, "

@@ -97,11 +97,13 @@ def load(flags: LanguageFlags, *, labels: int | None, answers: bool) -> Loaded:
     heads = bert.heads_of(tensors, config)
     ours = content.get(_OURS, {})
     has_head = bool(heads["answers"]) if answers else "labels" in heads
-    if labels is not None and has_head and heads["labels"] != labels:
-        raise InputError(
-            f"the model in {path} has {heads['labels']} labels, and the sentences "
-            f"{labels}"
-        )
+    if labels is not None and has_head:
+        if labels > heads["labels"]:
+            raise InputError(
+                f"the model in {path} has {heads['labels']} labels, and sentences have "
+                f"{labels}"
+            )
+        labels = heads["labels"]
     if not has_head:
         # A head of our own sees the mean of all tokens, not a pooler's output.
         ours = {"pool": "mean", "pools": False}
@@ -124,9 +126,20 @@ def open_out(flags: LanguageFlags, name: str) -> Path:
       InputError: it is there and not empty, or cannot be written.
     """
     out = setup.new_folder(name) if flags.out is None else Path(flags.out)
-    folder.open_folder(out, resume=False)
+    folder.open_folder(out, resume=False, can_resume=False)
     setup.write_config(out, f"quantized_attention {name}", flags)
     return out
+
+
+def say_what_is_ignored(
+    flags: LanguageFlags, loaded: Loaded, train: str | None, console: Console
+) -> None:
+    """Says that a model which has its head is not trained."""
+    if loaded.has_head and (train is not None or flags.layers is not None):
+        console.print(
+            f"note: the model in {flags.model} has its head and is not trained; flags "
+            "of training are not used"
+        )
 
 
 def fine_tune(
@@ -140,6 +153,13 @@ def fine_tune(
     module, layers = loaded.module, flags.layers
     started = time.perf_counter()
     if layers is not None:
+        needed = 4 * texts.tokens.size * module.config.dim
+        available = launch.available_memory()
+        if available is not None and needed > available:
+            raise InputError(
+                f"what the frozen part makes of the texts takes {needed:,} bytes, and "
+                f"{available:,} are free; train on fewer texts, or without --layers"
+            )
         states = finetuning.frozen_states(module, loaded.params, texts, layers)
         texts = texts._replace(states=states)
         console.print(f"frozen part computed: {time.perf_counter() - started:.0f} s")
@@ -163,6 +183,11 @@ def fine_tune(
                 now = time.perf_counter()
                 if now - shown > _SHOWN_EVERY or done == steps:
                     mean = float(jnp.mean(jnp.stack(losses)))
+                    if not np.isfinite(mean):
+                        raise InputError(
+                            f"the loss is {mean} in step {done}; nothing is saved; a "
+                            f"smaller --learning-rate than {rate:g} may help"
+                        )
                     left = (now - started) / done * (steps - done) / 60
                     console.print(
                         f"step {done}/{steps}, loss {mean:.3f}, {left:.1f} minutes left"
@@ -228,6 +253,8 @@ def make_predict(
         for rows, batch in finetuning.batches(texts, size):
             real = rows >= 0
             found, *counts = map(np.asarray, call(rule, params, batch))
+            if not np.isfinite(found[real]).all():
+                raise InputError(f"logits of the model are not finite ({rule.label})")
             if module.answers:
                 logits[rows[real], : found.shape[1]] = found[real]
             else:

@@ -11,7 +11,7 @@ import numpy as np
 
 from experiments.quantized import language
 from experiments.quantized.language import LanguageFlags
-from experiments.sweep import FULL, Found
+from experiments.sweep import Found
 from fedjax_tp.data import squad
 from fedjax_tp.data.squad import Question, Windows
 from fedjax_tp.finetuning import Texts
@@ -68,6 +68,7 @@ def run(flags: Flags) -> None:
     )
     console = language.start()
     out = language.open_out(flags, "qa")
+    language.say_what_is_ignored(flags, loaded, flags.train, console)
     if learnt is not None and not loaded.has_head:
         texts = as_texts(
             squad.make_windows(
@@ -150,7 +151,7 @@ def exact_table(found: list[Found], matches: list[float]) -> report.Table:
         ["attention values", "exact match, %", "F1, %"],
         [
             [
-                "full" if f.rule == FULL else f.rule.label,
+                f.rule.label,
                 f"{100 * match:.1f}",
                 f"{100 * f.score:.1f}",
             ]

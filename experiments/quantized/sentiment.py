@@ -59,6 +59,7 @@ def run(flags: Flags) -> None:
         raise InputError("train is not given, and the model has no classifier")
     console = language.start()
     out = language.open_out(flags, "sentiment")
+    language.say_what_is_ignored(flags, loaded, flags.train, console)
     if learnt is not None and not loaded.has_head:
         if flags.examples is not None and flags.examples < len(learnt.texts):
             rng = np.random.default_rng(flags.seed)

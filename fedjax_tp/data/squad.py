@@ -79,6 +79,8 @@ def read_questions(path: Path) -> tuple[Question, ...]:
         for article, entry in enumerate(content["data"]):
             for paragraph in entry["paragraphs"]:
                 context = paragraph["context"]
+                if not isinstance(context, str):
+                    raise TypeError(f"context is {context!r}")
                 for qa in paragraph["qas"]:
                     answers = [
                         (str(a["text"]), int(a["answer_start"])) for a in qa["answers"]
@@ -88,7 +90,7 @@ def read_questions(path: Path) -> tuple[Question, ...]:
                         Question(
                             str(qa["id"]),
                             article,
-                            qa["question"],
+                            str(qa["question"]),
                             context,
                             texts,
                             starts,
@@ -107,7 +109,7 @@ def read_questions(path: Path) -> tuple[Question, ...]:
                 "one has"
             )
         for answer, start in zip(question.answers, question.starts, strict=True):
-            if question.context[start : start + len(answer)] != answer:
+            if not answer or question.context[start : start + len(answer)] != answer:
                 raise InputError(
                     f"answer {answer!r} of question {question.id} in {path} is not at "
                     f"{start} of its context"
@@ -236,8 +238,6 @@ def f1(prediction: str, answers: Sequence[str]) -> float:
 def _f1(prediction: str, answer: str) -> float:
     ours, theirs = normalize(prediction).split(), normalize(answer).split()
     common = sum((Counter(ours) & Counter(theirs)).values())
-    if not ours or not theirs:
-        return float(ours == theirs)
     if common == 0:
         return 0.0
     precision, recall = common / len(ours), common / len(theirs)

@@ -99,7 +99,8 @@ def quantized_attention(
       scale: of the scores; head_dim^-1/2 by default.
       implementation: `reference` builds all values; `blockwise` those of a block of
         queries at a time, in XLA; `pallas` is a kernel for GPU and TPU (logarithmic
-        codes, no mask, head_dim 16 to 128). None chooses by platform and size.
+        codes, no mask, head_dim 16 to 128, and as long as its memory there allows).
+        None chooses by platform and size: the kernel where it can be used, else blocks.
       is_log: logarithmic bins, or linear ones.
       renormalize: rows by their sum, at the end. The paper does not do so.
       return_statistics: return `Statistics` too.
@@ -167,6 +168,10 @@ def _check_arrays(
                     f"lengths are {least} to {most}; allowed is 0 to {length}"
                 )
     if mask is not None:
+        if mask.dtype != bool:
+            raise InputError(
+                f"mask is of {mask.dtype}; allowed is bool, True where a key is seen"
+            )
         wanted = (batch, heads, length, length)
         fits = mask.ndim == 4 and all(
             size in (1, whole) for size, whole in zip(mask.shape, wanted, strict=True)
@@ -360,7 +365,7 @@ def _blockwise(
             if how.return_statistics:
                 is_real = (queries < length)[:, None]
                 seen = is_real if seen is None else seen & is_real
-                seen = jnp.broadcast_to(seen, (1, 1, QUERIES, length))
+                seen = jnp.broadcast_to(seen, (1, together, QUERIES, length))
             return _block(how, q, k, v, scale, seen, rule)
 
         out, histogram = jax.lax.map(
@@ -416,7 +421,8 @@ def _block(
         total = jnp.sum(values, axis=-1, keepdims=True)
         out = jnp.where(total > 0, out / jnp.where(total > 0, total, 1), 0)
     # A score that is not finite is no reason to keep quiet.
-    out = jnp.where(jnp.isnan(normalizer), jnp.nan, out)
+    is_finite = normalizer < jnp.inf
+    out = jnp.where(is_finite, out, jnp.nan)
     return out, _count(how, codes, seen) if how.return_statistics else None
 
 

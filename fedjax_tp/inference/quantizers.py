@@ -122,7 +122,7 @@ def check_bits(bits: int | Array) -> None:
     """Raises InputError unless bits is a whole number from 1 to 8."""
     if is_traced(bits):
         return
-    if np.ndim(bits) or int(bits) != bits or not 1 <= int(bits) <= MOST_BITS:
+    if np.ndim(bits) or not (1 <= bits <= MOST_BITS and int(bits) == bits):
         raise InputError(f"bits is {bits}; allowed is 1 to {MOST_BITS}")
 
 
@@ -139,8 +139,10 @@ def check_threshold(threshold: float | Array) -> None:
 def _check_within(value: float | Array, name: str, *, zero_is_allowed: bool) -> None:
     if is_traced(value):
         return
-    above = value >= 0 if zero_is_allowed else value > 0
-    if np.ndim(value) or not (above and value < 1):
+    # As the programs will have it: 1 - 1e-9 is 1 in float32.
+    number = np.float32(value)
+    above = number >= 0 if zero_is_allowed else number > 0
+    if np.ndim(value) or not (above and number < 1):
         least = "0 or more" if zero_is_allowed else "above 0"
         raise InputError(f"{name} is {value}; allowed is {least}, and below 1")
 
@@ -202,6 +204,9 @@ def threshold_for_share(
 ) -> Float[Array, ""]:
     """The smallest value of `a` that, as a threshold, prunes at least this share.
 
+    Below 1, as thresholds are: values of 1, where a query sees one key, are never
+    pruned.
+
     Args:
       a: attention values.
       share: of the values, 0 to 1; 0 gives a threshold of 0.
@@ -223,6 +228,7 @@ def _threshold_for_share(a: Array, share: Array, where: Array | None) -> Array:
     # In integers from here: in float32 a share of many values is off by some.
     place = jnp.ceil(share * jnp.sum(counts)).astype(jnp.int32) - 1
     found = ordered.at[jnp.maximum(place, 0)].get(mode="clip")
+    found = jnp.minimum(found, np.nextafter(np.float32(1), np.float32(0)))
     return jnp.where((place < 0) | ~jnp.isfinite(found), jnp.zeros_like(found), found)
 
 

@@ -94,7 +94,11 @@ def save(folder: Path, state: Tree, round_index: int, *, keep: int = 3) -> None:
 
 
 def restore(
-    folder: Path, shapes: Tree, notify: Callable[[str], None]
+    folder: Path,
+    shapes: Tree,
+    notify: Callable[[str], None],
+    *,
+    set_aside: bool = True,
 ) -> Restored | None:
     """Restores the newest complete checkpoint, or None where there is none.
 
@@ -104,7 +108,8 @@ def restore(
     Args:
       folder: the checkpoints of one algorithm.
       shapes: the state as shape structs.
-      notify: told of each checkpoint that had to be set aside.
+      notify: told of each checkpoint that could not be used.
+      set_aside: rename those; False for who reads another's run.
 
     Raises:
       OSError: there are checkpoints, and none of them restores.
@@ -121,10 +126,10 @@ def restore(
             failures.append((step, first_line(error)))
             continue
         for damaged, reason in failures:
-            aside = _set_aside(damaged)
+            renamed = f"it is now {_set_aside(damaged).name}, and " if set_aside else ""
             notify(
-                f"checkpoint {damaged} is incomplete or damaged ({reason}); it is now "
-                f"{aside.name}, and round {round_index} is used"
+                f"checkpoint {damaged} is incomplete or damaged ({reason}); {renamed}"
+                f"round {round_index} is used"
             )
         return Restored(state, round_index)
     if failures:

@@ -54,7 +54,7 @@ def is_empty(folder: Path) -> bool:
     return all(entry.name.endswith(_PARTIAL) for entry in folder.iterdir())
 
 
-def open_folder(folder: Path, *, resume: bool) -> bool:
+def open_folder(folder: Path, *, resume: bool, can_resume: bool = True) -> bool:
     """Makes the run folder, or finds a run in it; True if there is one to go on with.
 
     Raises:
@@ -74,8 +74,8 @@ def open_folder(folder: Path, *, resume: bool) -> bool:
         return False
     if not resume:
         raise InputError(
-            f"out {folder} is not empty; give another folder, or --resume to go on "
-            "with the run in it"
+            f"out {folder} is not empty; give another folder"
+            + (", or --resume to go on with the run in it" if can_resume else "")
         )
     if not (folder / "config.json").is_file():
         raise InputError(f"out {folder} holds no run to resume (no config.json)")

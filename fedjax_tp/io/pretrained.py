@@ -46,7 +46,7 @@ def read_model(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     config = folder.read_json(path / "config.json")
     if not isinstance(config, dict):
         raise InputError(f"{path / 'config.json'} holds no configuration")
-    files = sorted(path.glob("*.safetensors"))
+    files = _tensor_files(path)
     if not files:
         pickled = [
             p.name for p in sorted(path.glob("*.bin")) + sorted(path.glob("*.pt"))
@@ -62,6 +62,28 @@ def read_model(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     for file in files:
         tensors |= read_tensors(file)
     return config, tensors
+
+
+def _tensor_files(path: Path) -> list[Path]:
+    """`model.safetensors`, or the parts that its index names; other files beside them
+    (adapters, other precisions) are no part of the model."""
+    whole = path / "model.safetensors"
+    if whole.is_file():
+        return [whole]
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        content = folder.read_json(index)
+        parts = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(parts, dict) or not parts:
+            raise InputError(f"{index} names no files (weight_map)")
+        return [path / name for name in sorted(set(parts.values()))]
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) > 1:
+        raise InputError(
+            f"model folder {path} has {', '.join(f.name for f in files)}, and no "
+            "model.safetensors or index that says which is the model"
+        )
+    return files
 
 
 def read_tensors(path: Path) -> dict[str, np.ndarray]:

@@ -26,7 +26,8 @@ ATTENDED = "attended"
 AttentionFunction = Callable[..., Any]
 """`(q, k, v, *, causal) -> output`, all `[batch, tokens, heads, head_dim]`, to be used
 instead of full attention (such as `fedjax_tp.inference.attention.quantized_attention`
-with its flags bound); or a pair of the output and statistics, a pytree."""
+with its flags bound); or a pair of the output and statistics, a pytree. Pretrained
+encoders also pass `lengths`, the tokens of each sequence that are no padding."""
 
 _uniform_qkv = variance_scaling(
     1 / 3, "fan_in", "uniform", in_axis=0, out_axis=(1, 2, 3)

@@ -93,8 +93,10 @@ def config_from(content: Mapping[str, Any]) -> BertConfig:
             f"{names['heads']} is {sizes['heads']}; allowed is what divides "
             f"{names['dim']}, {sizes['dim']}"
         )
+    if content.get("is_decoder"):
+        raise InputError("is_decoder is true; allowed are encoders")
     activation = content.get("hidden_act", content.get("activation", "gelu"))
-    if activation not in _ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise InputError(
             f"activation is {activation!r}; allowed is one of {', '.join(_ACTIVATIONS)}"
         )
@@ -103,17 +105,33 @@ def config_from(content: Mapping[str, Any]) -> BertConfig:
         raise InputError(
             f"position_embedding_type is {positions!r}; allowed is 'absolute'"
         )
-    pad = content.get("pad_token_id")
-    pad = (1 if kind == "roberta" else 0) if pad is None else int(pad)
+    others = {
+        "pad_token_id": 1 if kind == "roberta" else 0,
+        "type_vocab_size": 2,
+        "layer_norm_eps": 1e-12,
+        "hidden_dropout_prob": content.get("dropout", 0.1),
+    }
+    for name, default in others.items():
+        others[name] = content.get(name, default)
+        if others[name] is None and name == "pad_token_id":
+            others[name] = default
+        is_size = name in ("pad_token_id", "type_vocab_size")
+        allowed = int if is_size else (int, float)
+        if not isinstance(others[name], allowed) or others[name] < 0:
+            kind_of = "a whole number" if is_size else "a number"
+            raise InputError(
+                f"{name} is {others[name]!r}; allowed is {kind_of} from 0 on"
+            )
+    pad = int(others["pad_token_id"])
     return BertConfig(
         kind=kind,
         **sizes,
-        token_types=0 if kind == "distilbert" else content.get("type_vocab_size", 2),
+        token_types=0 if kind == "distilbert" else int(others["type_vocab_size"]),
         first_position=pad + 1 if kind == "roberta" else 0,
         pad=pad,
         activation=activation,
-        epsilon=float(content.get("layer_norm_eps", 1e-12)),
-        dropout=float(content.get("hidden_dropout_prob", content.get("dropout", 0.1))),
+        epsilon=float(others["layer_norm_eps"]),
+        dropout=float(others["hidden_dropout_prob"]),
     )
 
 
@@ -408,10 +426,14 @@ def params_from(
         return jnp.asarray(stacked)
 
     params = jax.tree_util.tree_map_with_path(fill, shapes)
+    words = found.get("embeddings.word_embeddings.weight", np.zeros(0))
+    for name in _DECODERS if module.words else ():
+        if name in found and not np.array_equal(found[name], words):
+            wrong.append(f"{name} is not that of the word embeddings, as it is here")
     if missing:
         raise InputError(f"tensors are missing: {', '.join(missing)}")
     if wrong:
-        raise InputError(f"shapes of tensors do not fit: {'; '.join(wrong)}")
+        raise InputError(f"tensors do not fit: {'; '.join(wrong)}")
     return params
 
 
@@ -451,6 +473,11 @@ _HEADS = {
     "word_norm",
     "word_bias",
 }
+_DECODERS = (
+    "cls.predictions.decoder.weight",
+    "lm_head.decoder.weight",
+    "vocab_projector.weight",
+)
 _PREFIXES = ("bert.", "roberta.", "distilbert.")
 _LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias": "bias"}
 

@@ -21,7 +21,7 @@ tokenizers = pytest.importorskip("tokenizers")
         ("the Blue-Green  Café!", ["bluegreen café"], 1, 1),
         ("the Blue-Green  Café!", ["blue green café"], 0, 0.4),
         ("", ["rain"], 0, 0),
-        ("The", ["a"], 1, 1),
+        ("The", ["a"], 1, 0),
     ],
 )
 def test_exact_match_and_f1(prediction, answers, exact, f1):
@@ -129,6 +129,7 @@ def test_the_likeliest_stretch_over_all_windows_wins(tmp_path, tokenizer):
     [
         ({"rows": []}, "not in the format of SQuAD v1.1: 'data'"),
         ({"data": []}, "has no question"),
+        ({"data": [{"paragraphs": [{"context": 5, "qas": []}]}]}, "context is 5"),
         ({"data": [{"paragraphs": [{"context": "x"}]}]}, "format of SQuAD"),
         (
             {

@@ -1,5 +1,7 @@
 """Quantized attention: the formula in NumPy, and every implementation against it."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -270,6 +272,69 @@ def test_padding_may_hold_anything_and_nan_is_not_hidden(name):
     assert is_nan.sum() == 1
 
 
+@pytest.mark.parametrize("name", ["reference", *FAST])
+def test_an_infinite_score_is_not_hidden(name):
+    how = FAST.get(name, {"implementation": name})
+    q, k, v = inputs(10)
+    q, k = q.at[0, 0, 0, 0].set(1e30), k.at[0, 1, 0, 0].set(1e30)
+    found = quantized_attention(q, k, v, bits=3, threshold=1e-3, **how)
+    assert np.isnan(np.asarray(found[0, 0, 0])).all()
+
+
+@pytest.mark.parametrize("statistics", [False, True])
+def test_a_mask_over_several_blocks(statistics):
+    q, k, v = inputs(200)
+    mask = case_arguments("mask", 200)["mask"]
+    found, wanted = (
+        quantized_attention(
+            q,
+            k,
+            v,
+            bits=3,
+            threshold=1e-3,
+            mask=mask,
+            return_statistics=True,
+            implementation=name,
+        )
+        for name in ("blockwise", "reference")
+    )
+    if statistics:
+        counts = [np.asarray(pair[1].histogram) for pair in (found, wanted)]
+        assert np.abs(counts[0] - counts[1]).sum() <= 4
+    else:
+        is_near = np.isclose(found[0], wanted[0], atol=1e-5)
+        assert is_near.mean() > 0.999
+
+
+def test_lengths_past_the_end_are_all_there_is():
+    q, k, v = inputs(20)
+    attend = jax.jit(
+        lambda lengths: (
+            kernel.attend(
+                q,
+                k,
+                v,
+                lengths,
+                scale=0.25,
+                threshold=jnp.float32(1e-3),
+                grid=(7, 1e-3),
+                codes=8,
+                interpret=True,
+            ).out
+        )
+    )
+    np.testing.assert_array_equal(
+        attend(jnp.array([1000, 20])), attend(jnp.array([20, 20]))
+    )
+
+
+def test_the_kernel_leaves_what_does_not_fit_its_memory():
+    long = jnp.zeros((1, 8192, 1, 64))
+    needs = partial(kernel.unsupported, is_log=True, has_mask=False)
+    assert needs(long, platform="gpu") is None
+    assert "at most 6144 tokens" in needs(long, platform="tpu")
+
+
 def test_a_column_of_zeros_stays_zero():
     q, k, v = inputs(20)
     out = quantized_attention(q, k, v.at[..., 3].set(0), bits=3, threshold=1e-3)
@@ -325,6 +390,7 @@ def test_under_vmap_and_shard_map(name):
         mesh=mesh,
         in_specs=P("clients"),
         out_specs=P("clients"),
+        # JAX cannot interpret a kernel with this check.
         check_vma=name != "pallas",
     )(q, k, v, lengths)
     np.testing.assert_allclose(sharded, wanted, atol=1e-6)
@@ -376,10 +442,14 @@ def test_gradients_are_refused(name):
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_the_kernel_lowers_for_accelerators(platform, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "length", "head_dim"),
+    [(jnp.float32, 300, 20), (jnp.bfloat16, 200, 64)],
+)
+def test_the_kernel_lowers_for_accelerators(platform, dtype, length, head_dim):
     """Pallas' own compilers accept it; whether it runs there a device must say."""
-    q, k, v = inputs(200, head_dim=64, dtype=dtype)
+    q, k, v = inputs(length, batch=3, head_dim=head_dim, dtype=dtype)
+    lengths = jnp.array([length, 50, 0])
 
     def attend(q, k, v, lengths, statistics):
         return kernel.attend(
@@ -397,13 +467,21 @@ def test_the_kernel_lowers_for_accelerators(platform, dtype):
             platform="gpu" if platform == "cuda" else platform,
         )
 
+    def of_clients(q, k, v, lengths, statistics):
+        mapped = jax.vmap(partial(attend, statistics=statistics))
+        return mapped(*(jnp.stack([x, x]) for x in (q, k, v, lengths)))
+
     # What is compiled for a TPU depends on which one.
     device = AbstractDevice(device_kind="TPU v5e", num_cores=1, platform="tpu")
     mesh = AbstractMesh((1,), ("clients",), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
-        for statistics in (False, True):
+        for attended, statistics in (
+            (attend, False),
+            (attend, True),
+            (of_clients, True),
+        ):
             exported = jax.export.export(
-                jax.jit(attend, static_argnums=4),
+                jax.jit(attended, static_argnums=4),
                 platforms=[platform],
                 disabled_checks=list(
                     map(
@@ -411,7 +489,7 @@ def test_the_kernel_lowers_for_accelerators(platform, dtype):
                         ("__gpu$xla.gpu.triton", "tpu_custom_call"),
                     )
                 ),
-            )(q, k, v, jnp.array([200, 50]), statistics)
+            )(q, k, v, lengths, statistics)
             assert "quantized_attention" in exported.mlir_module()
 
 
@@ -490,5 +568,7 @@ def test_shapes_that_disagree_are_refused():
         _check_arrays(q, k, v, jnp.array([1, 2, 3]), None)
     with pytest.raises(InputError, match="shape of mask is"):
         _check_arrays(q, k, v, None, jnp.ones((2, 2, 8, 7), bool))
+    with pytest.raises(InputError, match="mask is of float32; allowed is bool"):
+        _check_arrays(q, k, v, None, jnp.ones((1, 1, 1, 8)))
     with pytest.raises(InputError, match="k is of bfloat16; allowed is one floating"):
         _check_arrays(q, k.astype(jnp.bfloat16), v, None, None)

@@ -104,6 +104,11 @@ def test_words_are_predicted_with_their_embedding(tmp_path):
     assert bert.heads_of(found, config) == {"answers": False, "words": True}
     module, params, states = hidden(path, words=True)
     logits = module.apply({"params": params}, states, method="predict_words")
+    found[f"{head}.decoder.weight"] = np.zeros((12, 16), np.float32)
+    with pytest.raises(
+        InputError, match=r"decoder\.weight is not that of the word emb"
+    ):
+        bert.params_from(found, module)
     h = np.asarray(states, np.float64) @ found[f"{head}.transform.dense.weight"].T
     h = h + found[f"{head}.transform.dense.bias"]
     h = np.asarray(jax.nn.gelu(h, approximate=False), np.float64)
@@ -112,6 +117,20 @@ def test_words_are_predicted_with_their_embedding(tmp_path):
     words = found["bert.embeddings.word_embeddings.weight"]
     wanted = h @ words.T + found[f"{head}.bias"]
     np.testing.assert_allclose(logits, wanted, atol=2e-5)
+
+
+def test_files_beside_the_model_are_not_read(tmp_path):
+    path = write_folder(tmp_path / "1", tensors())
+    _, _, wanted = hidden(path)
+    zeros = {name: np.zeros_like(x) for name, x in tensors().items()}
+    pretrained.write_tensors(path / "other.safetensors", zeros, {})
+    np.testing.assert_array_equal(hidden(path)[2], wanted)
+    (path / "model.safetensors").rename(path / "part.safetensors")
+    with pytest.raises(InputError, match=r"no model\.safetensors or index that says"):
+        hidden(path)
+    index = {"weight_map": dict.fromkeys(tensors(), "part.safetensors")}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    np.testing.assert_array_equal(hidden(path)[2], wanted)
 
 
 def test_missing_and_misshapen_tensors_are_named(tmp_path):
@@ -194,6 +213,11 @@ def test_quantized_attention_in_every_layer():
         ({"hidden_size": 15}, "num_attention_heads is 2; allowed is what divides"),
         ({"hidden_size": "16"}, "hidden_size is '16'; allowed is 1 or more"),
         ({"hidden_act": "swish"}, "activation is 'swish'; allowed is one of gelu"),
+        ({"hidden_act": []}, r"activation is \[\]; allowed is one of gelu"),
+        ({"hidden_dropout_prob": None}, "hidden_dropout_prob is None; allowed is a n"),
+        ({"pad_token_id": "x"}, "pad_token_id is 'x'; allowed is a whole number"),
+        ({"type_vocab_size": "2"}, "type_vocab_size is '2'; allowed is a whole"),
+        ({"is_decoder": True}, "is_decoder is true; allowed are encoders"),
         ({"position_embedding_type": "relative_key"}, "allowed is 'absolute'"),
     ],
 )

@@ -46,7 +46,9 @@ class Attended(NamedTuple):
     blocks: Int[Array, "batch heads 2"] | None
 
 
-def unsupported(q: Array, *, is_log: bool, has_mask: bool) -> str | None:
+def unsupported(
+    q: Array, *, is_log: bool, has_mask: bool, platform: str | None = None
+) -> str | None:
     """What the kernel would need of its inputs; None if it can do with them."""
     least, most = HEAD_DIMS
     if not is_log:
@@ -57,7 +59,19 @@ def unsupported(q: Array, *, is_log: bool, has_mask: bool) -> str | None:
         return f"head_dim {least} to {most} (it is {q.shape[-1]})"
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"float32 or bfloat16 (it is {q.dtype})"
+    longest = _longest(q, platform or jax.default_backend())
+    if q.shape[1] > longest:
+        return f"at most {longest} tokens (there are {q.shape[1]})"
     return None
+
+
+def _longest(q: Array, platform: str) -> int:
+    if platform == "tpu":
+        # Keys and values of a head, both twice (the next head's are on their way), in
+        # three quarters of the fast memory's 16 MiB; rows take 128 lanes at least.
+        return (12 << 20) // (4 * 128 * q.dtype.itemsize)
+    # A program has the maximum of each block in registers.
+    return 16384
 
 
 def attend(
@@ -106,17 +120,17 @@ def attend(
 
     if lengths is None:
         lengths = jnp.full(batch, length, jnp.int32)
-    by_head_lengths = jnp.repeat(
-        lengths.astype(jnp.int32), heads, total_repeat_length=batch * heads
-    )
+    # Under jit nobody has checked them, and keys past the end are another head's.
+    lengths = jnp.clip(lengths.astype(jnp.int32), 0, length)
+    by_head_lengths = jnp.repeat(lengths, heads, total_repeat_length=batch * heads)
     counted = codes if counted is None else counted
     blocks_q = padded // block_q
-    shapes = [jax.ShapeDtypeStruct((batch * heads, padded, width), q.dtype)]
+    shapes = [_like(q, (batch * heads, padded, width), q.dtype)]
     specs = [pl.BlockSpec((None, block_q, width), lambda head, i: (head, i, 0))]
     if return_statistics:
         counts_width = _power(counted + 2)
         shape = (batch * heads, blocks_q, 1, counts_width)
-        shapes.append(jax.ShapeDtypeStruct(shape, jnp.int32))
+        shapes.append(_like(q, shape, jnp.int32))
         specs.append(
             pl.BlockSpec((None, None, 1, counts_width), lambda head, i: (head, i, 0, 0))
         )
@@ -140,7 +154,11 @@ def attend(
         interpret=interpret,
         name="quantized_attention",
         **_compiler_params(platform, interpret),
-    )(_numbers(scale, threshold, grid), by_head_lengths, *map(by_head, (q, k, v)))
+    )(
+        _numbers(scale, threshold, grid)[None],
+        by_head_lengths[None],
+        *map(by_head, (q, k, v)),
+    )
     out = found[0][:, :length, :head_dim].reshape(batch, heads, length, head_dim)
     out = jnp.moveaxis(out, 1, 2)
     if not return_statistics:
@@ -157,9 +175,18 @@ def _block_sizes(platform: str, length: int) -> tuple[int, int]:
 
 
 def _scalar_spec(platform: str, interpret: bool) -> Any:
-    if platform == "tpu" and not interpret:
-        return lambda size: pl.BlockSpec(memory_space=pltpu.SMEM)
-    return lambda size: pl.BlockSpec((size,), lambda head, i: (0,))
+    # Of two axes, so that a third from vmap leaves the last two whole.
+    space = pltpu.SMEM if platform == "tpu" and not interpret else None
+    return lambda size: pl.BlockSpec(
+        (1, size), lambda head, i: (0, 0), memory_space=space
+    )
+
+
+def _like(q: Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """The shape of a result that varies over the same mesh axes as `q`."""
+    kind = getattr(jax.typeof(q), "manual_axis_type", None)
+    more = {} if kind is None else {"manual_axis_type": kind}
+    return jax.ShapeDtypeStruct(shape, dtype, **more)
 
 
 def _compiler_params(platform: str, interpret: bool) -> dict[str, Any]:
@@ -207,7 +234,7 @@ def _kernel(
     codes: int,
     counted: int,
 ) -> None:
-    length = lengths_ref[pl.program_id(0)]
+    length = lengths_ref[0, pl.program_id(0)]
     q = q_ref[...]
     block_q = q.shape[0]
     rows = pl.program_id(1) * block_q + jax.lax.broadcasted_iota(
@@ -223,7 +250,7 @@ def _kernel(
 
     def scores(j):
         k = k_ref[pl.ds(j * block_k, block_k), :]
-        found = numbers_ref[_SCALE] * _dot(q, k, transposed=True)
+        found = numbers_ref[0, _SCALE] * _dot(q, k, transposed=True)
         columns = j * block_k + jax.lax.broadcasted_iota(jnp.int32, (1, block_k), 1)
         seen = is_row & (columns < length)
         if causal:
@@ -252,23 +279,23 @@ def _kernel(
         0, end, statistics, (column, jnp.zeros_like(column), by_block, jnp.int32(0))
     )
     normalizer = jnp.where(total > 0, largest + jnp.log(total), -_LOWEST)
-    log_threshold = numbers_ref[_LOG_THRESHOLD]
+    log_threshold = numbers_ref[0, _LOG_THRESHOLD]
     # By row of the block: does it keep anything there?
     keeps = (by_block - normalizer > log_threshold).astype(jnp.int32)
 
     def values(j, carry):
         above = scores(j)[0] - normalizer
         if has_grid:
-            place = above * numbers_ref[_SLOPE] + numbers_ref[_BINS]
+            place = above * numbers_ref[0, _SLOPE] + numbers_ref[0, _BINS]
             is_kept = place > 0
-            code = jnp.clip(place, 0, numbers_ref[_BINS] - 1).astype(jnp.int32)
-            value = jnp.where(is_kept, numbers_ref[_BASE], 0)
+            code = jnp.clip(place, 0, numbers_ref[0, _BINS] - 1).astype(jnp.int32)
+            value = jnp.where(is_kept, numbers_ref[0, _BASE], 0)
             for bit in range((codes - 1).bit_length()):
-                factor = numbers_ref[_FACTORS + bit]
+                factor = numbers_ref[0, _FACTORS + bit]
                 value = value * jnp.where((code >> bit) & 1 == 1, factor, 1.0)
         else:
             value = jnp.exp(above)
-            is_kept = value > numbers_ref[_THRESHOLD]
+            is_kept = value > numbers_ref[0, _THRESHOLD]
             value = jnp.where(is_kept, value, 0)
             code = jnp.zeros_like(above, dtype=jnp.int32)
         v = v_ref[pl.ds(j * block_k, block_k), :]
@@ -304,8 +331,9 @@ def _kernel(
     )
     if renormalize:
         out = jnp.where(rest > 0, out / jnp.where(rest > 0, rest, 1), 0)
-    # NaN among the scores is in the sum; that nothing is kept must not hide it.
-    out = jnp.where(jnp.isnan(total), total, out)
+    # What is not finite among the scores is in the sum; that nothing is kept must not
+    # hide it.
+    out = jnp.where(jnp.isnan(total) | (largest == jnp.inf), jnp.nan, out)
     out_ref[...] = out.astype(out_ref.dtype)
     if counts_ref is not None:
         place = jax.lax.broadcasted_iota(jnp.int32, counts.shape, 1)
