@@ -1,6 +1,7 @@
 """One client's model as a program that runs without this library (`jax.export`)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ def flat_params(params: Params) -> dict[str, Array]:
     return {path_name(path): leaf for path, leaf in leaves}
 
 
-def unflat_params(flat: dict[str, Array]) -> Params:
+def unflat_params(flat: Mapping[str, Any]) -> Params:
     """Undoes `flat_params`, for parameters in nested dictionaries."""
     params: dict = {}
     for name, leaf in flat.items():

@@ -69,7 +69,8 @@ def check_outputs(out):
     assert shares[0] == 0
     assert shares[1] <= shares[2]
     assert shares[3] <= shares[1]
-    assert shares[4] == pytest.approx(shares[1], abs=1e-3)
+    # Of the first layer it is the same; later layers see other states.
+    assert shares[4] == pytest.approx(shares[1], abs=0.05)
     assert shares[-1] > 0.99
     return rows, json.loads((out / "summary.json").read_text())
 
@@ -129,7 +130,8 @@ def test_a_bundle_runs_without_the_library(run, tmp_path, capsys):
     np.testing.assert_allclose(wanted, logits, atol=1e-5)
     saved = pretrained.read_tensors(out / "weights.safetensors")
     assert saved.keys() == flat_params(params).keys()
-    jax.tree.map(np.testing.assert_array_equal, unflat_params(saved), params)
+    again = unflat_params({name: jax.numpy.asarray(x) for name, x in saved.items()})
+    jax.tree.map(np.testing.assert_array_equal, again, params)
     assert (out / "read_bundle.py").read_text().count("\n") <= 25
     assert export.main(flags) == 2
     assert "is not empty" in capsys.readouterr().err
