@@ -1,5 +1,7 @@
 """Fine-tuning: what is frozen stays, what is cached changes nothing, batches."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,10 @@ from fedjax_tp.models import bert
 from fedjax_tp.types import InputError
 
 CONFIG = bert.BertConfig("bert", 30, 8, 2, 2, 16, 40, 2, 0, 0, "gelu", 1e-12, 0.0)
+
+
+def initial(module):
+    return jax.jit(partial(bert.init, module))(jax.random.key(0))
 
 
 def texts(count=11, seed=0):
@@ -45,13 +51,13 @@ def losses_and_gradients(module, params, batch, layers):
         logits = finetuning.logits_of(module, params, batch, layers, None)
         return finetuning.loss_of(logits, batch)
 
-    return jax.value_and_grad(loss)(params, jax.tree.map(jnp.asarray, batch))
+    return jax.jit(jax.value_and_grad(loss))(params, batch)
 
 
 @pytest.mark.parametrize("layers", [0, 1])
 def test_from_cached_states_the_loss_and_its_gradients_are_the_same(layers):
     module = bert.Bert(CONFIG, labels=3)
-    params = bert.init(module, jax.random.key(0))
+    params = initial(module)
     plain = texts()
     states = finetuning.frozen_states(module, params, plain, layers, size=4)
     wanted, gradients = losses_and_gradients(module, params, plain, None)
@@ -67,7 +73,7 @@ def test_from_cached_states_the_loss_and_its_gradients_are_the_same(layers):
 @pytest.mark.parametrize("layers", [None, 1])
 def test_steps_learn_and_leave_the_rest_alone(layers):
     module = bert.Bert(CONFIG, labels=3, pool="mean", pools=False)
-    params = bert.init(module, jax.random.key(0))
+    params = initial(module)
     before = jax.device_get(params)
     batch = texts()
     if layers is not None:
@@ -94,7 +100,7 @@ def test_steps_learn_and_leave_the_rest_alone(layers):
 
 def test_padding_and_texts_that_fill_up_count_for_nothing():
     module = bert.Bert(CONFIG, answers=True)
-    params = bert.init(module, jax.random.key(0))
+    params = initial(module)
     batch = texts(4)
     batch = batch._replace(target=np.array([[1, 2], [0, 0], [0, 1], [2, 2]], np.int32))
     batch = jax.tree.map(jnp.asarray, batch)
@@ -105,7 +111,9 @@ def test_padding_and_texts_that_fill_up_count_for_nothing():
     found, _ = losses_and_gradients(module, params, first, None)
     assert float(found) == pytest.approx(float(wanted), rel=1e-6)
     # By hand, of the first text.
-    logits = finetuning.logits_of(module, params, batch, None, None)
+    logits = jax.jit(
+        lambda params, batch: finetuning.logits_of(module, params, batch, None, None)
+    )(params, batch)
     row = np.asarray(logits[0, : batch.lengths[0]], np.float64)
     logs = row - np.log(np.exp(row).sum(axis=0))
     alone = batch._replace(is_real=jnp.array([True, False, False, False]))
@@ -129,7 +137,7 @@ def test_the_rate_warms_up_and_falls_to_nothing():
 
 
 def test_too_many_layers_are_refused():
-    params = bert.init(bert.Bert(CONFIG, labels=3), jax.random.key(0))
+    params = initial(bert.Bert(CONFIG, labels=3))
     with pytest.raises(InputError, match="layers is 3; allowed is 0 to 2, or unset"):
         finetuning.start(params, 3, CONFIG.depth, optax.sgd(0.1))
 
@@ -141,7 +149,7 @@ def test_tensors_go_out_as_they_came_in():
             1e-5, 0.0,
         )  # fmt: skip
         module = bert.Bert(config, labels=3, answers=True)
-        params = bert.init(module, jax.random.key(0))
+        params = initial(module)
         tensors = bert.tensors_from(params, config)
         again = bert.params_from(tensors, module)
         jax.tree.map(np.testing.assert_array_equal, again, params)

@@ -49,6 +49,18 @@ class _Rule(NamedTuple):
     minimum: Float[Array, ""] | None = None
 
 
+class _Inputs(NamedTuple):
+    """All that is a number, as `quantized_attention` got it."""
+
+    q: Array
+    k: Array
+    v: Array
+    scale: Array
+    rule: _Rule
+    lengths: Array | None
+    mask: Array | None
+
+
 class _How(NamedTuple):
     """What decides which program is compiled."""
 
@@ -138,7 +150,8 @@ def quantized_attention(
         interpret,
     )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, statistics = _attend(how, q, k, v, scale, rule, lengths, mask)
+    inputs = _Inputs(q, k, v, jnp.asarray(scale), rule, lengths, mask)
+    out, statistics = _attend(how, inputs)
     return (out, statistics) if return_statistics else out
 
 
@@ -203,29 +216,18 @@ def _chosen(
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 @partial(jax.jit, static_argnums=(0,))
-def _attend(
-    how: _How,
-    q: Array,
-    k: Array,
-    v: Array,
-    scale: Array,
-    rule: _Rule,
-    lengths: Array | None,
-    mask: Array | None,
-) -> tuple[Array, Statistics | None]:
-    if lengths is not None:
+def _attend(how: _How, inputs: _Inputs) -> tuple[Array, Statistics | None]:
+    if inputs.lengths is not None:
         # Padding may hold anything, and 0 * NaN is NaN.
-        is_real = jnp.arange(q.shape[1]) < lengths[:, None]
-        k, v = (jnp.where(is_real[..., None, None], x, 0) for x in (k, v))
+        is_real = jnp.arange(inputs.q.shape[1]) < inputs.lengths[:, None]
+        k, v = (jnp.where(is_real[..., None, None], x, 0) for x in (inputs.k, inputs.v))
+        inputs = inputs._replace(k=k, v=v)
     implement: dict[str, Callable] = {
         "reference": _reference,
         "blockwise": _blockwise,
         "pallas": _pallas,
     }
-    # Codes are of float32 scores, whatever the inputs are.
-    out, histogram = implement[how.implementation](
-        how, q, k, v, scale, rule, lengths, mask
-    )
+    out, histogram = implement[how.implementation](how, inputs)
     if histogram is None:
         return out, None
     total = jnp.maximum(jnp.sum(histogram, axis=-1), 1)
@@ -264,17 +266,9 @@ def _seen(
     return seen
 
 
-def _reference(
-    how: _How,
-    q: Array,
-    k: Array,
-    v: Array,
-    scale: Array,
-    rule: _Rule,
-    lengths: Array | None,
-    mask: Array | None,
-) -> tuple[Array, Array | None]:
+def _reference(how: _How, inputs: _Inputs) -> tuple[Array, Array | None]:
     """The formula read aloud: softmax, zeros in padding, prune, quantize, times v."""
+    q, k, v, scale, rule, lengths, mask = inputs
     scores = scale * jnp.einsum(
         "bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32
     )
@@ -315,22 +309,14 @@ def _count(
     return jnp.moveaxis(by_code, 0, -1)
 
 
-def _blockwise(
-    how: _How,
-    q: Array,
-    k: Array,
-    v: Array,
-    scale: Array,
-    rule: _Rule,
-    lengths: Array | None,
-    mask: Array | None,
-) -> tuple[Array, Array | None]:
+def _blockwise(how: _How, inputs: _Inputs) -> tuple[Array, Array | None]:
     """A block of queries against all keys at a time, so that memory grows as length.
 
     The code is a floor of an affine function of score - logsumexp, and its level a
     product of powers of the grid's ratio, by the bits of the code: attention values
     themselves are never computed.
     """
+    q, k, v, scale, rule, lengths, mask = inputs
     batch, length, heads, head_dim = q.shape
     # Of bfloat16 the product is scaled, in float32, and not the queries.
     if q.dtype == jnp.float32:
@@ -441,7 +427,7 @@ def _codes_and_values(
         place = log_values * (math.log2(math.e) / width) + bins
         j = jnp.clip(place, 0, bins - 1).astype(jnp.int32)
         values = jnp.exp2(jnp.log2(minimum) + 0.5 * width)
-        # Twice as fast on CPU as the exponential of j * width.
+        # On CPU no slower than the exponential of j * width, often a tenth faster.
         for bit in range((how.codes - 1).bit_length()):
             is_set = (j >> bit) & 1 == 1
             values = values * jnp.where(is_set, jnp.exp2(2**bit * width), 1.0)
@@ -455,18 +441,9 @@ def _codes_and_values(
     return codes, jnp.where(is_kept, values, 0)
 
 
-def _pallas(
-    how: _How,
-    q: Array,
-    k: Array,
-    v: Array,
-    scale: Array,
-    rule: _Rule,
-    lengths: Array | None,
-    mask: Array | None,
-) -> tuple[Array, Array | None]:
+def _pallas(how: _How, inputs: _Inputs) -> tuple[Array, Array | None]:
     """The kernel of `fedjax_tp.inference.kernels.quantized_attention`."""
-    del mask  # refused before
+    q, k, v, scale, rule, lengths, _ = inputs  # a mask is refused before
     grid = None if rule.bits is None else (2**rule.bits - 1, rule.minimum)
     found = kernel.attend(
         q,
