@@ -83,8 +83,7 @@ def linear_grid(bits: int | Array) -> Grid:
     Raises:
       InputError: bits is out of range.
     """
-    check_bits(bits)
-    return Grid(bits, 0.5**bits, is_log=False)
+    return grid_above(0.0, bits, is_log=False)
 
 
 def pruned_linear_grid(bits: int | Array, minimum: float | Array) -> Grid:
@@ -93,9 +92,8 @@ def pruned_linear_grid(bits: int | Array, minimum: float | Array) -> Grid:
     Raises:
       InputError: bits or minimum is out of range.
     """
-    check_bits(bits)
     check_minimum(minimum)
-    return Grid(bits, minimum + (1 - minimum) * 0.5**bits, is_log=False)
+    return grid_above(minimum, bits, is_log=False)
 
 
 def grid_above(
@@ -109,13 +107,12 @@ def grid_above(
     """
     check_bits(bits)
     check_threshold(threshold)
-    lowest_bin = 0.5**bits
     if not is_log:
-        return Grid(bits, threshold + (1 - threshold) * lowest_bin, is_log=False)
-    unpruned = UNPRUNED_MINIMUM ** (1 - lowest_bin)
+        return Grid(bits, threshold + (1 - threshold) * 0.5**bits, is_log=False)
+    unpruned = unpruned_log_grid(bits)
     if is_traced(threshold):
-        return Grid(bits, jnp.where(threshold > 0, threshold, unpruned))
-    return Grid(bits, threshold if threshold > 0 else unpruned)
+        return Grid(bits, jnp.where(threshold > 0, threshold, unpruned.minimum))
+    return Grid(bits, threshold) if threshold > 0 else unpruned
 
 
 def check_bits(bits: int | Array) -> None:

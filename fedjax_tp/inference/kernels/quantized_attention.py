@@ -18,11 +18,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton
 
+from fedjax_tp.inference.quantizers import MOST_BITS
 from fedjax_tp.types import Array, Float, Int
 
 PLATFORMS = ("gpu", "tpu")
 HEAD_DIMS = (16, 128)
-MOST_BITS = 8
 
 # Places in the array of numbers that a program reads.
 _SCALE, _SLOPE, _BINS, _BASE, _THRESHOLD, _LOG_THRESHOLD, _FACTORS = range(7)
@@ -111,7 +111,7 @@ def attend(
     block_q, block_k = block or _block_sizes(platform, length)
     padded = -(-length // math.lcm(block_q, block_k)) * math.lcm(block_q, block_k)
     # A power of two, as the matrix units want it; zeros add nothing to scores.
-    width = max(16, 1 << (head_dim - 1).bit_length())
+    width = max(16, _power(head_dim))
     fill = ((0, 0), (0, padded - length), (0, width - head_dim))
 
     def by_head(x: Array) -> Array:
@@ -170,7 +170,7 @@ def attend(
 def _block_sizes(platform: str, length: int) -> tuple[int, int]:
     if platform == "tpu":
         return 128, 128
-    size = min(64, max(16, 1 << (length - 1).bit_length()))
+    size = min(64, max(16, _power(length)))
     return size, size
 
 
