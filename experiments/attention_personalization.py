@@ -83,12 +83,7 @@ def run(flags: Flags) -> None:
             f"algorithms is {flags.training.algorithms!r}; {missing[0]} is needed too"
         )
     setup.check_flags(flags.data, flags.training, flags.run)
-    for name in ("map_clients", "map_images", "pictures"):
-        if getattr(flags, name) < 1:
-            raise InputError(
-                f"{name.replace('_', ' ')} is {getattr(flags, name)}; allowed is 1 or "
-                "more"
-            )
+    cli.check_counts(flags, "map_clients", "map_images", "pictures")
     parts = [part.strip() for part in flags.parts.split(",")]
     if not set(parts) <= PARTS.keys() or len(set(parts)) < len(parts):
         raise InputError(

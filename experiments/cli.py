@@ -106,7 +106,8 @@ def parse(
             )
         config = Path(known.out) / "config.json"
         if config.is_file():
-            saved = _saved_flags(config, defaults, prog.removeprefix("experiments."))
+            experiment = prog.removeprefix("experiments.")
+            saved = saved_flags(config, defaults, [experiment])
         elif Path(known.out).is_dir() and not is_empty(Path(known.out)):
             raise InputError(f"out {known.out} holds no run to resume (no config.json)")
     values = presets.get(known.preset, {}) if saved is None else saved
@@ -139,14 +140,35 @@ def tyro_cli(
         raise InputError(words or "bad flags") from None
 
 
-def _saved_flags(config: Path, defaults: Any, experiment: str) -> dict[str, Any]:
+def check_counts(flags: Any, *names: str) -> None:
+    """Raises InputError for a count among the flags that is below 1; None is unset."""
+    for name in names:
+        value = getattr(flags, name)
+        if value is not None and value < 1:
+            shown = name.replace("_", " ")
+            raise InputError(f"{shown} is {value}; allowed is 1 or more")
+
+
+def saved_flags(
+    config: Path, defaults: Any, experiments: Sequence[str]
+) -> dict[str, Any]:
+    """Flag values of a run's `config.json`, by the names of `to_flat`.
+
+    Args:
+      config: the file.
+      defaults: the flags that are wanted; a run may have more.
+      experiments: whose run it may be.
+
+    Raises:
+      InputError: it is of another experiment, or its flags are not those.
+    """
     content = read_json(config)
     if not isinstance(content, dict) or not isinstance(content.get("flags"), dict):
         raise InputError(f"{config} holds no flags; it is not the config of a run")
-    if content.get("experiment") != experiment:
+    if content.get("experiment") not in experiments:
         raise InputError(
             f"{config.parent} holds a run of {content.get('experiment')!r}; allowed is "
-            f"one of {experiment!r}"
+            f"one of {', '.join(map(repr, experiments))}"
         )
     saved, known, hints = content["flags"], to_flat(defaults), _hints(type(defaults))
     for name in known:

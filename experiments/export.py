@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import cli, launch, results, setup, trained
-from experiments.flags import DeviceFlags
 from experiments.trained import Trained
 from fedjax_tp.data.federated import gather
 from fedjax_tp.inference import export, quantizers
@@ -80,20 +79,13 @@ def run(flags: Flags) -> None:
     Raises:
       InputError: a flag or the run does not allow it.
     """
-    for name in ("run", "out"):
-        if getattr(flags, name) is None:
-            raise InputError(f"{name} is not given; allowed is a folder")
-    assert flags.run is not None
-    assert flags.out is not None
+    if flags.out is None:
+        raise InputError("out is not given; allowed is a folder")
     if flags.bits is not None:
         quantizers.check_bits(flags.bits)
     quantizers.check_threshold(flags.threshold)
-    mesh = launch.make_mesh(DeviceFlags(devices=1))
-    launch.check_one_process()
+    found = trained.load_transformer(flags.run, flags.algorithm)
     console = launch.make_console()
-    found = trained.load(Path(flags.run), flags.algorithm, mesh)
-    if found.setup.task.maps is None:
-        raise InputError(f"run {flags.run} is of a model without attention")
     if not 0 <= flags.client < found.setup.num_clients:
         raise InputError(
             f"client is {flags.client}; allowed is 0 to {found.setup.num_clients - 1}"

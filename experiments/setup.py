@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from experiments.cli import to_flat
+from experiments.cli import check_counts, to_flat
 from experiments.flags import (
     DataFlags,
     ModelFlags,
@@ -75,20 +75,10 @@ class Setup(NamedTuple):
 
 def check_flags(data: DataFlags, training: TrainingFlags, run: RunFlags) -> None:
     """Raises InputError for values that no data could make valid."""
-    positive = {
-        "rounds": training.rounds,
-        "seeds": run.seeds,
-        "local epochs": training.local_epochs,
-        "batch size": training.batch_size,
-        "eval every": run.eval_every,
-        "lanes": training.lanes,
-        "chunk size": training.chunk_size,
-        "checkpoint every": run.checkpoint_every,
-        "metric from": run.metric_from,
-    }
-    for name, value in positive.items():
-        if value is not None and value < 1:
-            raise InputError(f"{name} is {value}; allowed is 1 or more")
+    check_counts(
+        training, "rounds", "local_epochs", "batch_size", "lanes", "chunk_size"
+    )
+    check_counts(run, "seeds", "eval_every", "checkpoint_every", "metric_from")
     if run.metric_from is not None and run.metric_from > training.rounds:
         raise InputError(
             f"metric from is {run.metric_from}; allowed is 1 to {training.rounds}, "

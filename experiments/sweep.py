@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
@@ -17,7 +18,7 @@ from experiments import results
 from fedjax_tp.inference.attention import quantized_attention
 from fedjax_tp.inference.quantizers import check_bits, check_threshold
 from fedjax_tp.io import folder, plots, report
-from fedjax_tp.models.attention import AttentionFunction
+from fedjax_tp.models.attention import AttentionFunction, sown_by_layer
 from fedjax_tp.types import InputError
 
 THRESHOLDS = "1e-4,3e-4,1e-3,3e-3,1e-2,3e-2,1e-1"
@@ -144,6 +145,19 @@ def by_kind(make: Callable[[Callable[[Any, Any], AttentionFunction]], Callable])
         )
 
     return call
+
+
+def pruned_and_seen(sown: Any, is_real: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Attention values that are 0, and all, `[layers, heads]`, over the real examples.
+
+    Args:
+      sown: the collection `ATTENDED` of a model with the attention of a rule.
+      is_real: `[batch]`.
+    """
+    statistics = sown_by_layer(sown, "statistics")
+    counts = jnp.stack([layer.histogram for layer in statistics])
+    counts = jnp.where(is_real[:, None, None], counts, 0)
+    return jnp.sum(counts[..., 0], axis=1), jnp.sum(counts, axis=(1, 3))
 
 
 def relative_loss(found: Found, full: Found) -> float:

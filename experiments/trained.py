@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from experiments import cli, setup
-from experiments.flags import TrainingRunFlags
+from experiments import cli, launch, setup
+from experiments.flags import DeviceFlags, TrainingRunFlags
 from experiments.setup import Setup
 from fedjax_tp import algorithms
 from fedjax_tp.algorithms import Algorithm, Message
-from fedjax_tp.io import checkpoints, client_store, folder
+from fedjax_tp.io import checkpoints, client_store
 from fedjax_tp.simulation.rounds import SimulationState, init_state
 from fedjax_tp.types import Array, InputError, Params
 
@@ -25,6 +25,7 @@ _EXPERIMENTS = ("fedtp", "attention_personalization", "compare/group")
 class Trained(NamedTuple):
     """An algorithm as its newest checkpoint has it, with the data of its run."""
 
+    folder: Path
     flags: TrainingRunFlags
     setup: Setup
     algorithm: Algorithm
@@ -46,13 +47,9 @@ def load(run: Path, name: str, mesh: Mesh) -> Trained:
     """
     if not (run / "config.json").is_file():
         raise InputError(f"run {run} is no run folder (no config.json)")
-    content = folder.read_json(run / "config.json")
-    experiment = content.get("experiment") if isinstance(content, dict) else None
-    if experiment not in _EXPERIMENTS:
-        raise InputError(
-            f"run {run} is of {experiment!r}; allowed is one of "
-            f"{', '.join(_EXPERIMENTS)}"
-        )
+    flags = TrainingRunFlags()
+    values = cli.saved_flags(run / "config.json", flags, _EXPERIMENTS)
+    flags = cli.with_values(flags, values)
     saved = run / "checkpoints"
     has_any = saved.is_dir() and any(saved.iterdir())
     names = sorted(p.name for p in saved.iterdir()) if has_any else []
@@ -66,7 +63,6 @@ def load(run: Path, name: str, mesh: Mesh) -> Trained:
             f"what clients of {name} keep lies on the host in run {run}; train with "
             "--kept-on-host no"
         )
-    flags = cli.with_values(TrainingRunFlags(), content["flags"])
     seeds = flags.run.seeds
     one_seed = replace(flags.run, seeds=1)
     prepared = setup.make_setup(flags.data, flags.model, flags.training, one_seed, mesh)
@@ -89,7 +85,27 @@ def load(run: Path, name: str, mesh: Mesh) -> Trained:
     state = restored.state
     if seeds > 1:
         state = jax.tree.map(lambda leaf: leaf[0], state)
-    return Trained(flags, prepared, algorithm, state, restored.round)
+    return Trained(run, flags, prepared, algorithm, state, restored.round)
+
+
+def load_transformer(run: str | None, name: str) -> Trained:
+    """`load`, on one device of this process, of a model that has attention.
+
+    Args:
+      run: the folder; None if it was not given.
+      name: of the algorithm.
+
+    Raises:
+      InputError: no run is given, or it does not allow it.
+    """
+    if run is None:
+        raise InputError("run is not given; allowed is the folder of a trained run")
+    mesh = launch.make_mesh(DeviceFlags(devices=1))
+    launch.check_one_process()
+    found = load(Path(run), name, mesh)
+    if found.setup.task.maps is None:
+        raise InputError(f"run {run} is of a model without attention")
+    return found
 
 
 def params_of(algorithm: Algorithm, state: SimulationState, client: Array) -> Params:

@@ -159,10 +159,8 @@ def logits_of(
     hidden = module.apply(
         variables, x, batch.lengths, first, None, method="encode", **more
     )
-    if module.answers:
-        return cast(Array, module.apply(variables, hidden, method="find_answers"))
-    lengths = batch.lengths
-    return cast(Array, module.apply(variables, hidden, lengths, method="classify"))
+    logits = module.apply(variables, hidden, batch.lengths, method="predict")
+    return cast(Array, logits)
 
 
 def loss_of(logits: Array, batch: Texts) -> Float[Array, ""]:

@@ -13,14 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from experiments import launch, results, setup, sweep, trained
-from experiments.flags import DeviceFlags
+from experiments import cli, launch, results, setup, sweep, trained
 from experiments.sweep import Found, Rule
 from experiments.trained import Trained
 from fedjax_tp.data.federated import gather
 from fedjax_tp.io import folder, plots, report
 from fedjax_tp.models.attention import ATTENDED, AttentionFunction
-from fedjax_tp.types import InputError
 
 _WORST_SHOWN = 10
 _EXAMPLES_A_STEP = 32
@@ -67,23 +65,12 @@ def run(flags: Flags) -> None:
     Raises:
       InputError: a flag or the run does not allow it.
     """
-    if flags.run is None:
-        raise InputError("run is not given; allowed is the folder of a trained run")
-    for name in ("clients_at_a_time", "value_images"):
-        if getattr(flags, name) < 1:
-            raise InputError(
-                f"{name.replace('_', ' ')} is {getattr(flags, name)}; allowed is 1 or "
-                "more"
-            )
+    cli.check_counts(flags, "clients_at_a_time", "value_images")
     thresholds = sweep.parse_thresholds(flags.thresholds)
     rules = sweep.rules(flags.bits, thresholds)
-    mesh = launch.make_mesh(DeviceFlags(devices=1))
-    launch.check_one_process()
+    found = trained.load_transformer(flags.run, flags.algorithm)
     console = launch.make_console()
-    found = trained.load(Path(flags.run), flags.algorithm, mesh)
-    if found.setup.task.maps is None:
-        raise InputError(f"run {flags.run} is of a model without attention")
-    out = Path(flags.run) / f"quantized-{flags.algorithm}"
+    out = found.folder / f"quantized-{flags.algorithm}"
     if flags.out is not None:
         out = Path(flags.out)
     folder.open_folder(out, resume=False, can_resume=False)
@@ -121,15 +108,9 @@ def make_measure(found: Trained, clients_at_a_time: int) -> Callable[[Rule], Any
                     logits, sown = module.apply(
                         {"params": params}, batch.x, mutable=[ATTENDED]
                     )
-                    counts = histograms(sown[ATTENDED])
-                    counts = jnp.where(batch.mask[:, None, None], counts, 0)
                     metrics = task.score(logits, batch)
-                    return Measured(
-                        metrics.correct,
-                        metrics.examples,
-                        jnp.sum(counts[..., 0], axis=1),
-                        jnp.sum(counts, axis=(1, 3)),
-                    )
+                    counts = sweep.pruned_and_seen(sown[ATTENDED], batch.mask)
+                    return Measured(metrics.correct, metrics.examples, *counts)
 
                 by_step = jax.lax.map(one_step, jnp.arange(steps))
                 return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), by_step)
@@ -141,15 +122,6 @@ def make_measure(found: Trained, clients_at_a_time: int) -> Callable[[Rule], Any
 
     measure = sweep.by_kind(make)
     return lambda rule: measure(rule, found.state, prepared.test)
-
-
-def histograms(sown: Any) -> jax.Array:
-    """Codes that attention layers counted, `[layers, batch, heads, codes]`."""
-    # By number: block_10 comes after block_9.
-    layers = sorted(sown, key=lambda name: int(name.rpartition("_")[2]))
-    return jnp.stack(
-        [sown[layer]["attention"]["statistics"][0].histogram for layer in layers]
-    )
 
 
 def to_found(rule: Rule, measured: Measured) -> Found:

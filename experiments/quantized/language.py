@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,9 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from experiments import launch, setup, sweep
-from experiments.cli import Interrupted
-from experiments.quantized.clients import histograms
+from experiments import cli, launch, setup, sweep
 from experiments.sweep import Found, Rule
 from fedjax_tp import finetuning, tree
 from fedjax_tp.finetuning import Texts
@@ -68,12 +66,7 @@ class Loaded(NamedTuple):
 
 def check_flags(flags: LanguageFlags) -> None:
     """Raises InputError for values that no data could make valid."""
-    for name in ("epochs", "batch_size"):
-        if getattr(flags, name) < 1:
-            raise InputError(
-                f"{name.replace('_', ' ')} is {getattr(flags, name)}; allowed is 1 or "
-                "more"
-            )
+    cli.check_counts(flags, "epochs", "batch_size")
     if flags.learning_rate is not None and not 0 < flags.learning_rate < 1:
         raise InputError(
             f"learning rate is {flags.learning_rate}; allowed is above 0 and below 1"
@@ -194,7 +187,9 @@ def fine_tune(
                     )
                     losses, shown = [], now
                 if (stop := stop_signal()) is not None:
-                    raise Interrupted(stop, f"stopped in step {done}; nothing is saved")
+                    raise cli.Interrupted(
+                        stop, f"stopped in step {done}; nothing is saved"
+                    )
     console.print(f"fine-tuned in {(time.perf_counter() - started) / 60:.1f} minutes")
     params = tree.merge(tuned.trained, tuned.frozen)
     save(out / "model", loaded, params)
@@ -224,23 +219,15 @@ def make_predict(
 
     def make(attention_of: Callable[[Any, Any], AttentionFunction]) -> Callable:
         def predict(bits: Any, threshold: Any, params: Params, batch: Texts) -> Any:
-            model = replace_attention(module, attention_of(bits, threshold))
+            model = module.clone(attend=attention_of(bits, threshold))
             variables = {"params": params}
             x: Any = model.apply(variables, batch.tokens, batch.types, method="embed")
             hidden, sown = model.apply(
                 variables, x, batch.lengths, method="encode", mutable=[ATTENDED]
             )
+            logits = model.apply(variables, hidden, batch.lengths, method="predict")
             # Padding fills a batch up with its first text: that counts once.
-            counts = jnp.where(
-                batch.is_real[:, None, None], histograms(sown[ATTENDED]), 0
-            )
-            if model.answers:
-                logits = model.apply(variables, hidden, method="find_answers")
-            else:
-                logits = model.apply(
-                    variables, hidden, batch.lengths, method="classify"
-                )
-            return logits, counts[..., 0].sum(1), counts.sum((1, 3))
+            return logits, *sweep.pruned_and_seen(sown[ATTENDED], batch.is_real)
 
         return predict
 
@@ -263,11 +250,6 @@ def make_predict(
         return logits, pruned, seen
 
     return predict
-
-
-def replace_attention(module: Bert, attend: AttentionFunction) -> Bert:
-    """The same model with another attention function."""
-    return replace(module, attend=attend, parent=None, name=None)
 
 
 def run_sweep(
@@ -314,13 +296,3 @@ def write_results(
         settings=vars(flags),
     )
     console.print(f"report: {out / 'report.html'}", soft_wrap=True)
-
-
-def start() -> Console:
-    """What both commands do first.
-
-    Raises:
-      InputError: several processes.
-    """
-    launch.check_one_process()
-    return launch.make_console()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments import launch
 from experiments.quantized import language
 from experiments.quantized.language import LanguageFlags
 from experiments.sweep import Found
@@ -66,7 +67,8 @@ def run(flags: Flags) -> None:
     windows = squad.make_windows(
         loaded.tokenizer, asked, length=flags.length, stride=flags.stride
     )
-    console = language.start()
+    launch.check_one_process()
+    console = launch.make_console()
     out = language.open_out(flags, "qa")
     language.say_what_is_ignored(flags, loaded, flags.train, console)
     if learnt is not None and not loaded.has_head:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments import cli, launch
 from experiments.quantized import language
 from experiments.quantized.language import LanguageFlags, Loaded
 from fedjax_tp import finetuning
@@ -39,8 +40,7 @@ def run(flags: Flags) -> None:
       InputError: a flag, a file or the model does not allow it.
     """
     language.check_flags(flags)
-    if flags.examples is not None and flags.examples < 1:
-        raise InputError(f"examples is {flags.examples}; allowed is 1 or more")
+    cli.check_counts(flags, "examples")
     if flags.validation is None:
         raise InputError(
             "validation is not given; allowed are .tsv files of sentences, such as "
@@ -57,7 +57,8 @@ def run(flags: Flags) -> None:
         )
     if learnt is None and not loaded.has_head:
         raise InputError("train is not given, and the model has no classifier")
-    console = language.start()
+    launch.check_one_process()
+    console = launch.make_console()
     out = language.open_out(flags, "sentiment")
     language.say_what_is_ignored(flags, loaded, flags.train, console)
     if learnt is not None and not loaded.has_head:

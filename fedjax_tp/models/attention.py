@@ -5,7 +5,7 @@ projection, so that a path ending in `attention/qkv` names all of what FedTP mak
 personal, and one contraction writes queries, keys and values head by head.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -198,6 +198,28 @@ def _rows(x: Array) -> Array:
     return x.reshape(-1, x.shape[-1])
 
 
+def sow_statistics(module: nn.Module, found: Any) -> Array:
+    """The output that an attention function returned, alone or with statistics; sows
+    those as `statistics` where the collection `ATTENDED` is mutable."""
+    if not isinstance(found, tuple):
+        return found
+    output, statistics = found
+    module.sow(ATTENDED, "statistics", statistics)
+    return output
+
+
+def sown_by_layer(collection: Mapping[str, Any], name: str) -> list[Any]:
+    """What the attention layers of a model sowed under a name, first block first.
+
+    Args:
+      collection: one of those that `apply` returns, such as `MAPS`.
+      name: of what was sown.
+    """
+    # By number: block_10 comes after block_9.
+    blocks = sorted(collection, key=lambda block: int(block.rpartition("_")[2]))
+    return [collection[block]["attention"][name][0] for block in blocks]
+
+
 class SelfAttention(nn.Module):
     """x -> concatenated heads -> output projection with bias and dropout.
 
@@ -234,10 +256,7 @@ class SelfAttention(nn.Module):
             x = multi_head_attention(x, qkv, kernel, causal=self.causal)
         else:
             q, k, v = jnp.einsum("bnd,dthe->tbnhe", x, qkv)
-            found = self.attend(q, k, v, causal=self.causal)
-            attended, statistics = found if isinstance(found, tuple) else (found, None)
-            if statistics is not None:
-                self.sow(ATTENDED, "statistics", statistics)
+            attended = sow_statistics(self, self.attend(q, k, v, causal=self.causal))
             x = jnp.einsum("bnhe,hew->bnw", attended, kernel)
         x = x + bias
         return Dropout(self.dropout)(x, deterministic=deterministic)

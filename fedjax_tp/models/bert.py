@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_tp.models.attention import ATTENDED, AttentionFunction
+from fedjax_tp.models.attention import AttentionFunction, sow_statistics
 from fedjax_tp.models.layers import Dropout
 from fedjax_tp.tree import path_name
 from fedjax_tp.types import Array, Float, InputError, Int, Params
@@ -186,9 +186,7 @@ class BertAttention(nn.Module):
         bias = self.param("qkv_bias", nn.initializers.zeros, shape)
         q, k, v = jnp.einsum("bnd,dthe->tbnhe", x, qkv) + bias[:, None, None]
         found = self.attend(q, k, v, causal=False, lengths=lengths)
-        attended, statistics = found if isinstance(found, tuple) else (found, None)
-        if statistics is not None:
-            self.sow(ATTENDED, "statistics", statistics)
+        attended = sow_statistics(self, found)
         return nn.Dense(dim, kernel_init=normal, name="out")(
             attended.reshape(*x.shape[:2], dim)
         )
@@ -329,6 +327,16 @@ class Bert(nn.Module):
             is_distilbert = self.config.kind == "distilbert"
             pooled = jax.nn.relu(pooled) if is_distilbert else jnp.tanh(pooled)
         return self.head(pooled)
+
+    def predict(
+        self, hidden: Float[Array, "batch length dim"], lengths: Int[Array, " batch"]
+    ) -> Float[Array, "batch *rest"]:
+        """What the head makes of hidden states: `find_answers` or `classify`."""
+        return (
+            self.find_answers(hidden)
+            if self.answers
+            else self.classify(hidden, lengths)
+        )
 
     def find_answers(
         self, hidden: Float[Array, "batch length dim"]

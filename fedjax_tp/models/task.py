@@ -8,7 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_tp.models.attention import MAPS, is_attention_projection
+from fedjax_tp.models.attention import (
+    MAPS,
+    is_attention_projection,
+    sown_by_layer,
+)
 from fedjax_tp.tree import path_name
 from fedjax_tp.types import Array, Batch, Bool, Float, Int, Params, PRNGKey, Tree
 
@@ -204,11 +208,7 @@ def _of_module(
 
     def maps(params: Params, x: Array) -> Array:
         _, sown = module.apply({"params": params}, x, mutable=[MAPS])
-        # By number: block_10 comes after block_9.
-        layers = sorted(sown[MAPS], key=lambda name: int(name.rpartition("_")[2]))
-        return jnp.stack(
-            [sown[MAPS][name]["attention"]["attention_weights"][0] for name in layers]
-        )
+        return jnp.stack(sown_by_layer(sown[MAPS], "attention_weights"))
 
     def loss_and_statistics(
         params: Params, batch: Batch, key: PRNGKey
