@@ -160,6 +160,26 @@ def test_bad_flags_of_clients(run, capsys, arguments, message):
 
 
 @pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"flags": {}},
+            "is 'not there'; it is not the config of a run of this version",
+        ),
+        ({"flags": None}, "holds no flags"),
+        ({"experiment": "new_clients"}, "holds a run of 'new_clients'; allowed is one"),
+    ],
+)
+def test_folders_of_other_runs(run, tmp_path, capsys, change, message):
+    config = json.loads((run / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, _, error = call(capsys, "clients", "--run", tmp_path)
+    assert code == 2
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--client", "5"], "client is 5; allowed is 0 to 4"),
