@@ -229,8 +229,11 @@ def test_pruning_is_strict_and_keeps_the_rest_as_it_is():
 
 
 @settings(max_examples=30, deadline=None)
+# Not subnormal numbers: XLA takes them for 0 where it compares, and NumPy does not.
 @given(
-    st.lists(st.floats(0, 0.9375, width=32), min_size=12, max_size=12),
+    st.lists(
+        st.floats(0, 0.9375, width=32, allow_subnormal=False), min_size=12, max_size=12
+    ),
     st.sampled_from([0.0, 0.1, 0.25, 1 / 3, 0.5, 0.8, 1.0]),
     st.integers(0, 12),
 )
