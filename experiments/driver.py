@@ -46,6 +46,10 @@ class Outcome(NamedTuple):
     seconds: float
 
 
+Look = Callable[[Algorithm, SimulationState, int], None]
+"""Is shown an algorithm, its state, and how many rounds are done."""
+
+
 def train_all(
     algorithms: Sequence[Algorithm],
     setup: Setup,
@@ -55,19 +59,21 @@ def train_all(
     out: Path,
     *,
     use: Callable[[Algorithm, SimulationState], None] = lambda algorithm, state: None,
+    look: Look | None = None,
 ) -> list[Outcome]:
     """Trains each algorithm in turn from the same seed; see `train`.
 
     Args:
       algorithms, setup, plans, training, run, out: as for `train`.
       use: is called with each algorithm and the state it ended with.
+      look: as for `train`.
     """
     outcomes = []
     with stop_signals() as stop_signal:
         for algorithm in algorithms:
             plan = plans[algorithm.name]
             outcome, state = train(
-                algorithm, setup, plan, training, run, out, stop_signal
+                algorithm, setup, plan, training, run, out, stop_signal, look=look
             )
             use(algorithm, state)
             outcomes.append(outcome)
@@ -82,8 +88,13 @@ def train(
     run: RunFlags,
     out: Path,
     stop_signal: SignalReceived,
+    *,
+    look: Look | None = None,
 ) -> tuple[Outcome, SimulationState]:
     """Trains one algorithm, from its newest checkpoint if there is one.
+
+    `look` is shown the state and the rounds done: at the start, and at every evaluation
+    before the state is saved, so that a run that goes on has missed none.
 
     Returns what it achieved, and the state it ended with.
 
@@ -130,6 +141,8 @@ def train(
             jax.device_get(engine.evaluate(state, setup.test, setup.train)), seeds
         )
 
+    if look is not None and done == 0:
+        look(algorithm, state, 0)
     rounds_a_call, is_first_call = 1, True
     shown = ""
     with (
@@ -160,6 +173,8 @@ def train(
                 started = time.perf_counter()
                 summaries = [evaluation.summarize(found) for found in evaluate(state)]
                 log_time("evaluation", done, started)
+                if look is not None:
+                    look(algorithm, state, done)
                 for row, summary in zip(rows[-len(seeds) :], summaries, strict=True):
                     row |= evaluation_row(summary)
                 pooled = np.mean([summary.pooled for summary in summaries])

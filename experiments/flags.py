@@ -139,6 +139,32 @@ class DeviceFlags:
 
 
 @dataclass(frozen=True)
+class SourceFlags:
+    """Which data; the experiment deals it itself."""
+
+    dataset: str = "digits"
+    """digits, fashion_mnist, cifar10, cifar100, npz:PATH, folder:PATH or tfds:NAME."""
+    data_dir: str | None = None
+    """Folder of prepared TFDS sets (see experiments.prepare_data)."""
+
+
+@dataclass(frozen=True)
+class LabFlags:
+    """An experiment of many short trainings, each of which is saved when it is done."""
+
+    seed: int = 0
+    """Of partitions, initial values, sampling and batches."""
+    out: str | None = None
+    """Run folder; unset: runs/<time>-<dataset>."""
+    resume: bool = False
+    """Go on with the run in --out; its flags are the defaults."""
+    devices: int | None = None
+    """Devices of this process; unset: on CPU one a core, else all."""
+    tune_process: bool = True
+    """On CPU, start the process anew with its buffers in huge pages."""
+
+
+@dataclass(frozen=True)
 class TrainingRunFlags:
     """Flags of an experiment that trains algorithms on clients."""
 

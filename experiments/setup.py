@@ -431,7 +431,7 @@ def open_run(experiment: str, flags: Any, setup: Setup) -> Path:
         content = {
             "dataset": setup.dataset.name,
             "examples": {"train": sizes[0], "test": sizes[1]},
-            "checksum": _checksum(setup.dataset),
+            "checksum": checksum(setup.dataset),
             "train": [part.tolist() for part in parts.train],
             "test": [part.tolist() for part in parts.test],
         }
@@ -462,7 +462,7 @@ def note_rounds(out: Path, rounds: int) -> None:
     folder.write_json(out / "config.json", config)
 
 
-def _checksum(dataset: catalog.Dataset) -> int:
+def checksum(dataset: catalog.Dataset) -> int:
     """CRC-32 of all images and labels."""
     arrays = (dataset.x_train, dataset.y_train, dataset.x_test, dataset.y_test)
     total = 0

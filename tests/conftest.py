@@ -27,8 +27,8 @@ from fedjax_tp.data.catalog import Dataset
 from fedjax_tp.models import task as tasks
 from fedjax_tp.models.vit import ViT
 
-# The same examples every time: what passed once does not fail elsewhere by chance. Others
-# are searched with --hypothesis-profile=default.
+# The same examples every time: what passed once does not fail elsewhere by chance.
+# Others are searched with --hypothesis-profile=default.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
 

@@ -463,3 +463,139 @@ def attention_values(
     axes.legend(frameon=False, fontsize=8)
     _plain(axes)
     _save(figure, path)
+
+
+Numbers = Sequence[float] | np.ndarray
+Lines = Mapping[str, tuple[Numbers, Numbers]]
+
+
+def lines(
+    path: Path,
+    panels: Mapping[str, Lines],
+    *,
+    x: str,
+    y: str,
+    log_x: bool = False,
+    log_y: bool = False,
+    zero_line: bool = False,
+) -> None:
+    """Labelled lines, one panel beside the other, all to one scale.
+
+    Args:
+      path: of the PNG.
+      panels: for each title, for each label: the points' places and values.
+      x, y: what the axes show.
+      log_x, log_y: logarithmic axes.
+      zero_line: draw one at 0.
+    """
+    figure, axes = plt.subplots(
+        1,
+        len(panels),
+        figsize=(4.4 * len(panels) + 1.2, 3.8),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for panel, (title, found) in zip(axes.flat, panels.items(), strict=True):
+        for number, (label, (places, values)) in enumerate(found.items()):
+            line, mark, _ = _STYLES[number // len(COLORS) % len(_STYLES)]
+            panel.plot(
+                places,
+                values,
+                color=COLORS[number % len(COLORS)],
+                ls=line,
+                marker=mark if len(places) < 30 else None,
+                ms=3.5,
+                lw=1.6,
+                label=label,
+            )
+        if zero_line:
+            panel.axhline(0, color="0.4", lw=0.8)
+        if log_x:
+            panel.set_xscale("log")
+        if log_y:
+            panel.set_yscale("log")
+        panel.set(xlabel=x)
+        panel.set_title(title, fontsize=10)
+        panel.legend(fontsize=8, frameon=False)
+        _plain(panel)
+    axes[0, 0].set_ylabel(y)
+    _save(figure, path)
+
+
+def heat(
+    path: Path,
+    panels: Mapping[str, Float[np.ndarray, "rows columns"]],
+    rows: Sequence[str],
+    columns: Sequence[str],
+    *,
+    x: str,
+    y: str = "",
+    label: str,
+    diverging: bool = False,
+) -> None:
+    """Matrices as colours, one panel beside the other, all to one scale.
+
+    Args:
+      path: of the PNG.
+      panels: a matrix for each title.
+      rows, columns: names, from the top and from the left.
+      x, y: what columns and rows are.
+      label: of the colours.
+      diverging: colours that tell negative from positive.
+    """
+    largest = max(float(np.nanmax(np.abs(found))) for found in panels.values()) or 1.0
+    lowest = -largest if diverging else min(0.0, *(m.min() for m in panels.values()))
+    width = 0.32 * len(columns) + 1.2
+    figure, axes = plt.subplots(
+        1,
+        len(panels),
+        figsize=(width * len(panels) + 2.4, 0.2 * len(rows) + 1.6),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for panel, (title, found) in zip(axes.flat, panels.items(), strict=True):
+        image = panel.imshow(
+            found,
+            aspect="auto",
+            cmap="RdBu_r" if diverging else "viridis",
+            vmin=lowest,
+            vmax=largest,
+        )
+        panel.set_xticks(range(len(columns)), columns, fontsize=7, rotation=90)
+        panel.set_yticks(range(len(rows)), rows, fontsize=7)
+        panel.set(xlabel=x)
+        panel.set_title(title, fontsize=10)
+    axes[0, 0].set_ylabel(y)
+    figure.colorbar(image, ax=axes, label=label)
+    _save(figure, path)
+
+
+def heterogeneity(
+    path: Path,
+    emd: Float[np.ndarray, " clients"],
+    classes: Float[np.ndarray, " clients"],
+    sizes: Int[np.ndarray, " clients"],
+) -> None:
+    """How far each client's labels are from all, how many classes it has, and how much.
+
+    Args:
+      path: of the PNG.
+      emd: earth mover's distance of each client; NaN for one without examples.
+      classes: effective classes of each client; NaN likewise.
+      sizes: examples of each client.
+    """
+    figure, panels = plt.subplots(1, 3, figsize=(10, 2.9), layout="constrained")
+    shown = (
+        (emd, "earth mover's distance to all", np.linspace(0, 2, 21)),
+        (classes, "effective classes", 20),
+        (sizes, "training examples", 20),
+    )
+    for axes, color, (values, name, bins) in zip(panels, COLORS, shown, strict=False):
+        axes.hist(values[~np.isnan(values)], bins=bins, color=color)
+        axes.set(xlabel=name)
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        _plain(axes)
+    panels[0].set_ylabel("clients")
+    _save(figure, path)

@@ -8,6 +8,8 @@ from fedjax_tp.models.layers import Linear
 from fedjax_tp.types import Array, Bool, Float, InputError
 
 _KERNEL = 5
+BATCH_NORM_MOMENTUM = 0.9
+"""Share of a running statistic that stays when a batch comes."""
 
 
 def windows(
@@ -133,7 +135,7 @@ class LeNet(nn.Module):
             mask = jnp.broadcast_to(mask.reshape(-1, *[1] * (x.ndim - 1)), x.shape)
         norm = nn.BatchNorm(
             use_running_average=deterministic,
-            momentum=0.9,
+            momentum=BATCH_NORM_MOMENTUM,
             use_fast_variance=False,
             name=name,
         )

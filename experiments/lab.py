@@ -1,0 +1,324 @@
+"""Experiments of many short trainings: parts that are saved, and their ending."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from rich.console import Console
+
+from experiments import cli, launch, results, setup
+from experiments.flags import DeviceFlags, LabFlags, SourceFlags
+from fedjax_tp.algorithms import Algorithm
+from fedjax_tp.data import catalog
+from fedjax_tp.data.federated import FederatedDataset
+from fedjax_tp.io import folder, report
+from fedjax_tp.io.signals import SignalReceived, stop_signals
+from fedjax_tp.models.task import Metrics, Task
+from fedjax_tp.simulation import evaluation
+from fedjax_tp.simulation.cohort import LocalSchedule
+from fedjax_tp.simulation.rounds import (
+    SimulationState,
+    init_state,
+    make_advance,
+    state_sharding,
+)
+from fedjax_tp.types import InputError
+
+Figures = dict[str, Any]
+Arrays = dict[str, np.ndarray]
+
+
+class Lab(NamedTuple):
+    """Where an experiment works, and whether it was told to stop."""
+
+    out: Path
+    mesh: Mesh
+    console: Console
+    stop_signal: SignalReceived
+
+    def check_stop(self) -> None:
+        """Raises Interrupted once SIGTERM or Ctrl-C has come."""
+        signal_number = self.stop_signal()
+        if signal_number:
+            raise cli.Interrupted(
+                signal_number,
+                "stopped; the finished parts are saved; to go on: "
+                f"{setup.resume_command(self.out)}",
+            )
+
+
+@contextmanager
+def open_lab(
+    experiment: str,
+    flags: Any,
+    lab_flags: LabFlags,
+    dataset: catalog.Dataset,
+    mesh: Mesh,
+) -> Iterator[Lab]:
+    """Opens the run folder, or reopens it; see `setup.open_run`.
+
+    Args:
+      experiment: its name.
+      flags: all of the experiment's, for `config.json`.
+      lab_flags: those among them.
+      dataset: names a folder that is not given; a run that goes on needs the same.
+      mesh: the devices.
+
+    Raises:
+      InputError: the folder cannot be used, or the data is another by now.
+    """
+    given = lab_flags.out
+    out = setup.new_folder(dataset.name) if given is None else Path(given)
+    if folder.open_folder(out, resume=lab_flags.resume):
+        rounds = cli.to_flat(flags).get("rounds")
+        if rounds is not None:
+            setup.note_rounds(out, rounds)
+    else:
+        setup.write_config(out, experiment, flags)
+    data = {"dataset": dataset.name, "checksum": setup.checksum(dataset)}
+    saved = out / "data.json"
+    if not saved.is_file():
+        folder.write_json(saved, data)
+    elif folder.read_json(saved) != data:
+        raise InputError(f"the data is no longer that of {saved}")
+    console = launch.make_console()
+    console.print(f"run folder: {out}", soft_wrap=True)
+    with stop_signals() as stop_signal:
+        yield Lab(out, mesh, console, stop_signal)
+
+
+def make_mesh(flags: LabFlags) -> Mesh:
+    """The devices; raises InputError for a number that is not there, or several
+    processes."""
+    mesh = launch.make_mesh(DeviceFlags(devices=flags.devices))
+    launch.check_one_process()
+    return mesh
+
+
+def check_seed(flags: LabFlags) -> None:
+    """Raises InputError for a seed that no generator takes."""
+    if not 0 <= flags.seed < 2**32:
+        raise InputError(f"seed is {flags.seed}; allowed is 0 to {2**32 - 1}")
+
+
+def load_images(flags: SourceFlags, experiment: str) -> catalog.Dataset:
+    """The data set.
+
+    Raises:
+      InputError: it is not there, or it is text.
+    """
+    dataset = catalog.load(flags.dataset, flags.data_dir)
+    if dataset.is_text:
+        raise InputError(
+            f"dataset is {flags.dataset}, which is text; {experiment} needs images"
+        )
+    return dataset
+
+
+def with_absolute_paths(flags: Any) -> Any:
+    """An experiment's flags with absolute paths: a run resumes from anywhere."""
+    source: SourceFlags = flags.source
+    kind, _, argument = source.dataset.partition(":")
+    dataset = source.dataset
+    if kind in ("npz", "folder") and argument:
+        dataset = f"{kind}:{Path(argument).resolve()}"
+    data_dir = source.data_dir and str(Path(source.data_dir).resolve())
+    return replace(flags, source=SourceFlags(dataset, data_dir))
+
+
+def part(
+    lab: Lab,
+    name: str,
+    settings: Mapping[str, Any],
+    compute: Callable[[], tuple[Figures, Arrays]],
+) -> tuple[Figures, Arrays]:
+    """What a part of an experiment found: read, or computed and saved.
+
+    Args:
+      lab: where; a part that is there, with the same settings, is not done again.
+      name: of the part, and its files.
+      settings: what the part depends on beside the flags that a run cannot change.
+      compute: gives figures, which JSON can hold, and arrays.
+    """
+    place = lab.out / "parts"
+    place.mkdir(exist_ok=True)
+    saved, arrays_file = place / f"{name}.json", place / f"{name}.npz"
+    if saved.is_file():
+        content = folder.read_json(saved)
+        if content["settings"] == settings:
+            with np.load(arrays_file) as arrays:
+                return content["found"], dict(arrays)
+    lab.check_stop()
+    found, arrays = compute()
+    partial = arrays_file.with_name(f"{name}.partial.npz")
+    np.savez(partial, **arrays)  # type: ignore[arg-type]
+    partial.replace(arrays_file)
+    # Last: where it is, the arrays are too.
+    folder.write_json(saved, {"settings": settings, "found": found})
+    return found, arrays
+
+
+class Trainer(NamedTuple):
+    """An algorithm with its compiled programs, for data of any dealing."""
+
+    algorithm: Algorithm
+    init: Any
+    advance: Any
+    evaluate: evaluation.Evaluate
+    mesh: Mesh
+
+
+def make_trainer(
+    algorithm: Algorithm,
+    task: Task,
+    num_clients: int,
+    *,
+    cohort: int,
+    schedule: LocalSchedule,
+    test_capacity: int,
+    max_rounds: int,
+) -> Trainer:
+    """Programs that compile when they first run, and once.
+
+    Args:
+      algorithm, task, cohort, schedule: as for `make_advance`.
+      num_clients: of the population.
+      test_capacity: test examples of the largest client.
+      max_rounds: between two observations.
+    """
+    assert schedule.mesh is not None
+
+    def init(key: jax.Array) -> SimulationState:
+        return init_state(algorithm, num_clients, key)
+
+    sharding = state_sharding(jax.eval_shape(init, jax.random.key(0)), schedule.mesh)
+    return Trainer(
+        algorithm,
+        jax.jit(init, out_shardings=sharding),
+        make_advance(algorithm, cohort, schedule, max_rounds),
+        evaluation.make_evaluate(
+            algorithm,
+            task,
+            capacity=test_capacity,
+            chunk_size=schedule.lanes,
+            schedule=schedule,
+        ),
+        schedule.mesh,
+    )
+
+
+def start(trainer: Trainer, seed: int) -> SimulationState:
+    """The state before the first round."""
+    key = jax.random.split(jax.random.key(seed))[0]
+    return trainer.init(launch.replicate(key, trainer.mesh))
+
+
+def train(
+    lab: Lab,
+    trainer: Trainer,
+    state: SimulationState,
+    data: FederatedDataset,
+    *,
+    seed: int,
+    rounds: int,
+    every: int,
+    observe: Callable[[SimulationState, int], None],
+    first_round: int = 0,
+) -> SimulationState:
+    """Runs rounds, and shows the state to `observe` every so many, and at the end.
+
+    Raises:
+      Interrupted: told to stop.
+    """
+    key = launch.replicate(jax.random.split(jax.random.key(seed))[1], trainer.mesh)
+    done = 0
+    while done < rounds:
+        lab.check_stop()
+        count = min(every - done % every, rounds - done)
+        state, _ = trainer.advance(state, data, key, first_round + done, count)
+        done += count
+        observe(state, first_round + done)
+    return state
+
+
+def accuracy(
+    trainer: Trainer,
+    state: SimulationState,
+    test: FederatedDataset,
+    train_data: FederatedDataset,
+) -> float:
+    """Pooled test accuracy of all clients."""
+    found: Metrics = jax.device_get(trainer.evaluate(state, test, train_data))
+    return evaluation.summarize(found).pooled
+
+
+def flat_params(params: Any) -> np.ndarray:
+    """All numbers of a model, in one row."""
+    leaves = jax.tree.leaves(jax.device_get(params))
+    return np.concatenate([np.ravel(leaf) for leaf in leaves])
+
+
+def unflat_params(flat: Any, like: Any) -> Any:
+    """Undoes `flat_params`; `like` gives structure and shapes."""
+    leaves, structure = jax.tree.flatten(like)
+    bounds = np.cumsum([0, *(int(np.prod(leaf.shape)) for leaf in leaves)]).tolist()
+    rows = [
+        jnp.asarray(flat[a:b]).reshape(leaf.shape)
+        for a, b, leaf in zip(bounds[:-1], bounds[1:], leaves, strict=True)
+    ]
+    return jax.tree.unflatten(structure, rows)
+
+
+def parse_list(name: str, text: str, convert: Callable[[str], Any]) -> list[Any]:
+    """Values of a comma-separated flag, each once.
+
+    Raises:
+      InputError: one cannot be read, is there twice, or there is none.
+    """
+    words = [word.strip() for word in text.split(",")]
+    try:
+        values = [convert(word) for word in words]
+    except ValueError:
+        values = []
+    if not values or len(set(map(str, values))) < len(values):
+        raise InputError(
+            f"{name} is {text!r}; allowed are different values with commas between them"
+        )
+    return values
+
+
+def finish(
+    lab: Lab,
+    experiment: str,
+    flags: Any,
+    *,
+    title: str,
+    summary: str,
+    content: Mapping[str, Any],
+    tables: Sequence[report.Table],
+    pictures: Mapping[str, Path],
+    notices: Sequence[str] = (),
+) -> None:
+    """Writes `summary.json` and the report, and prints tables and notices."""
+    folder.write_json(lab.out / "summary.json", {"experiment": experiment, **content})
+    for table in tables:
+        results.show(lab.console, table)
+    for notice in notices:
+        lab.console.print(f"note: {notice}")
+    report.write_report(
+        lab.out / "report.html",
+        title=title,
+        summary=summary,
+        tables=tables,
+        pictures=pictures,
+        notices=notices,
+        command=setup.command_line(experiment),
+        settings=cli.to_flat(flags),
+    )
+    lab.console.print(f"report: {lab.out / 'report.html'}", soft_wrap=True)
