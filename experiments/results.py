@@ -22,6 +22,8 @@ from experiments.flags import (
 from experiments.setup import Setup, command_line, open_run
 from fedjax_tp import tree
 from fedjax_tp.algorithms import Algorithm
+from fedjax_tp.analysis import noniid
+from fedjax_tp.analysis.noniid import Heterogeneity
 from fedjax_tp.data import partition
 from fedjax_tp.io import client_store, folder, metrics, plots, report
 from fedjax_tp.simulation import evaluation
@@ -51,6 +53,7 @@ def print_plan(
         f"({jax.devices()[0].device_kind})"
         + (f", {len(setup.seeds)} seeds at once" if len(setup.seeds) > 1 else ""),
     )
+    console.print(heterogeneity_line(heterogeneity_of(setup)))
     show(console, plan_table(plans))
     resident = launch.resident_bytes()
     if jax.default_backend() == "cpu" and resident is not None:
@@ -61,6 +64,41 @@ def print_plan(
         )
     for notice in setup.notices:
         console.print(f"note: {notice}")
+
+
+def heterogeneity_of(setup: Setup, number: int = 0) -> Heterogeneity:
+    """How unequal the clients are, of one seed's partition."""
+    counts = partition.label_counts(
+        setup.partitions[number].train, setup.dataset.y_train, setup.dataset.num_classes
+    )
+    return noniid.heterogeneity(counts)
+
+
+def heterogeneity_line(found: Heterogeneity) -> str:
+    """The same, in a sentence."""
+    empty = f"; {len(found.empty)} clients have no example" if found.empty else ""
+    return (
+        f"labels: earth mover's distance {found.mean_emd:.2f} on average (0 equal, 2 "
+        f"disjoint), {found.mean_classes:.1f} effective classes a client of "
+        f"{found.population_classes:.1f}; sizes vary by {100 * found.size_variation:.0f}%"
+        f" (Gini {found.size_gini:.2f}){empty}"
+    )
+
+
+def heterogeneity_table(found: Heterogeneity) -> report.Table:
+    """The same, as the report has it."""
+
+    def row(name: str, values: np.ndarray, digits: int) -> list[str]:
+        shown = values[~np.isnan(values)]
+        figures = (shown.min(), np.median(shown), shown.max())
+        return [name, *(f"{figure:.{digits}f}" for figure in figures)]
+
+    rows = [
+        row("earth mover's distance to all labels", found.emd, 2),
+        row("effective classes", found.classes, 1),
+        row("training examples", found.sizes.astype(float), 0),
+    ]
+    return report.Table("Clients", ["", "least", "median", "most"], rows)
 
 
 def _examples(setup: Setup) -> str:
@@ -263,6 +301,11 @@ def write_results(
             "seed": run.seed,
             "seeds": list(setup.seeds),
             "labels": list(setup.dataset.class_names),
+            "heterogeneity": {
+                name: value
+                for name, value in heterogeneity_of(setup)._asdict().items()
+                if isinstance(value, float)
+            },
             "algorithms": summaries,
         },
     )
@@ -274,6 +317,7 @@ def write_results(
     for notice in notices[len(setup.notices) :]:
         console.print(f"note: {notice}")
     sizes = np.array([len(part) for part in setup.partitions[0].train])
+    heterogeneity = heterogeneity_of(setup)
     over = f"seed {run.seed}"
     if len(setup.seeds) > 1:
         over = (
@@ -286,10 +330,14 @@ def write_results(
         summary=(
             f"{len(sizes)} clients, {setup.cohort} a round; {sizes.sum()} training "
             f"examples, {sizes.min()} to {sizes.max()} a client; "
-            f"{over}. "
+            f"{over}. {heterogeneity_line(heterogeneity).capitalize()}. "
             "Pooled is over all test examples, the other figures are over clients."
         ),
-        tables=[accuracy, plan_table({o.algorithm: o.plan for o in outcomes})],
+        tables=[
+            accuracy,
+            heterogeneity_table(heterogeneity),
+            plan_table({o.algorithm: o.plan for o in outcomes}),
+        ],
         pictures=pictures,
         notices=notices,
         command=command_line(experiment),
@@ -414,11 +462,13 @@ def left_out_notices(rows: Sequence[dict[str, Any]]) -> list[str]:
 def client_rows(setup: Setup, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     """Rows of `clients.csv`: one an algorithm, seed and client."""
     rows = []
+    distances = [heterogeneity_of(setup, i).emd for i in range(len(setup.seeds))]
     for outcome in outcomes:
         for i, (seed, parts) in enumerate(
             zip(setup.seeds, setup.partitions, strict=True)
         ):
             accuracies = evaluation.accuracies(outcome.by_client[i])
+            emd = distances[i]
             for client in range(setup.num_clients):
                 num_test = len(parts.test[client])
                 loss = outcome.by_client[i].loss[client] / max(num_test, 1)
@@ -429,6 +479,7 @@ def client_rows(setup: Setup, outcomes: Sequence[Outcome]) -> list[dict[str, Any
                         "client": client,
                         "train_examples": len(parts.train[client]),
                         "test_examples": num_test,
+                        "emd": "" if np.isnan(emd[client]) else emd[client],
                         "rounds": outcome.participations[i, client],
                         "accuracy": accuracies[client] if num_test else "",
                         "loss": loss if num_test else "",
@@ -457,8 +508,9 @@ def draw(
         "Accuracy over rounds": out / "accuracy.png",
         "Accuracy of every client": out / "clients.png",
         "Training examples by client and class": out / "labels.png",
+        "How unequal the clients are": out / "heterogeneity.png",
     }
-    curve_file, clients_file, labels_file = pictures.values()
+    curve_file, clients_file, labels_file, unequal_file = pictures.values()
     title = f"{setup.dataset.name}: {setup.num_clients} clients"
     plots.accuracy_over_rounds(curve_file, curves, title)
     plots.client_accuracies(
@@ -474,4 +526,6 @@ def draw(
         setup.partitions[0].train, setup.dataset.y_train, setup.dataset.num_classes
     )
     plots.label_distribution(labels_file, counts, setup.dataset.class_names)
+    found = heterogeneity_of(setup)
+    plots.heterogeneity(unequal_file, found.emd, found.classes, found.sizes)
     return pictures

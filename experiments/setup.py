@@ -185,6 +185,13 @@ def make_setting(flags: TrainingRunFlags, prepared: Setup) -> Setting:
     Raises:
       InputError: a value that some algorithm would refuse.
     """
+    label_counts = None
+    if len(prepared.seeds) == 1:
+        label_counts = partition.label_counts(
+            prepared.partitions[0].train,
+            prepared.dataset.y_train,
+            prepared.dataset.num_classes,
+        )
     setting = Setting(
         prepared.task,
         prepared.num_clients,
@@ -196,6 +203,7 @@ def make_setting(flags: TrainingRunFlags, prepared: Setup) -> Setting:
         flags.hypernetwork,
         flags.server,
         flags.method,
+        label_counts,
     )
     check_setting(setting)
     return setting

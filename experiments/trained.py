@@ -14,6 +14,7 @@ from experiments.flags import DeviceFlags, TrainingRunFlags
 from experiments.setup import Setup
 from fedjax_tp import algorithms
 from fedjax_tp.algorithms import Algorithm, Message
+from fedjax_tp.algorithms.base import message_for_use
 from fedjax_tp.io import checkpoints, client_store
 from fedjax_tp.simulation.rounds import SimulationState, init_state
 from fedjax_tp.types import Array, InputError, Params
@@ -110,7 +111,7 @@ def load_transformer(run: str | None, name: str) -> Trained:
 
 def params_of(algorithm: Algorithm, state: SimulationState, client: Array) -> Params:
     """The whole model of one client; under `jit` or not."""
-    message = algorithm.broadcast(state.server, jnp.asarray(client)[None])
+    message = message_for_use(algorithm, state.server, jnp.asarray(client)[None])
     own = jax.tree.map(lambda leaf: leaf[0], message.personal)
     kept = jax.tree.map(lambda leaf: leaf[client], state.kept)
     return algorithm.client_params(Message(message.shared, own), kept)

@@ -1,10 +1,13 @@
 """Federated algorithms, one file each, on the contract of `base`; their registry."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Any, NamedTuple
 
+import numpy as np
 import optax
 
 from fedjax_tp.algorithms.apfl import apfl
@@ -20,9 +23,17 @@ from fedjax_tp.algorithms.base import (
     partial_personalization,
     sgd,
 )
+from fedjax_tp.algorithms.compression import (
+    compressed,
+    rotated,
+    sign,
+    topk,
+    uniform,
+)
+from fedjax_tp.algorithms.decentralized import GRAPHS, decentralized, make_graph
 from fedjax_tp.algorithms.ditto import ditto
 from fedjax_tp.algorithms.fedala import fedala
-from fedjax_tp.algorithms.fedavg import fedavg, fedavg_ft
+from fedjax_tp.algorithms.fedavg import fedavg, fedavg_ft, partial_averaging, rtfa
 from fedjax_tp.algorithms.fedbabu import fedbabu
 from fedjax_tp.algorithms.fedbn import fedbn
 from fedjax_tp.algorithms.feddbe import feddbe
@@ -33,13 +44,25 @@ from fedjax_tp.algorithms.fedrep import fedrep
 from fedjax_tp.algorithms.fedrod import fedrod, with_personal_head
 from fedjax_tp.algorithms.fedtp import fedtp
 from fedjax_tp.algorithms.fedtp_vanilla import fedtp_vanilla
+from fedjax_tp.algorithms.hierarchical import assign_edges, hierarchical
 from fedjax_tp.algorithms.knn import with_memory
 from fedjax_tp.algorithms.lg_fedavg import lg_fedavg
 from fedjax_tp.algorithms.local import local
 from fedjax_tp.algorithms.moon import moon
 from fedjax_tp.algorithms.pfedhn import pfedhn
 from fedjax_tp.algorithms.pfedme import pfedme
+from fedjax_tp.algorithms.robust import (
+    coordinate_median,
+    geometric_median,
+    trimmed_mean,
+    with_aggregate,
+)
 from fedjax_tp.algorithms.scaffold import scaffold
+from fedjax_tp.algorithms.server_averages import (
+    exponential_mean,
+    iterative_moving_average,
+    mean_of_last,
+)
 from fedjax_tp.hypernetwork import HypernetworkConfig, check_config
 from fedjax_tp.models.task import Task
 from fedjax_tp.types import InputError
@@ -84,7 +107,7 @@ class MethodConfig:
       pfedme_lambda: pFedMe: pull of the personal model to the client's global one.
       pfedme_steps: pFedMe: steps of the personal model on a batch.
       pfedme_beta: pFedMe: share of the mean that the server takes.
-      tune_epochs: FedBABU and fedavg_ft: epochs of fine-tuning before evaluation.
+      tune_epochs: FedBABU, fedavg_ft and rtfa: epochs of fine-tuning before evaluation.
       moon_mu: MOON: weight of the contrastive loss; 0 is FedAvg.
       moon_temperature: MOON: of the contrastive loss.
       ala_lr: FedALA: step size of the aggregation weights.
@@ -92,6 +115,20 @@ class MethodConfig:
       dbe_kappa: FedDBE: pull of mean representations to their consensus.
       knn_neighbours: of the kNN memory.
       knn_share: share of the kNN memory in the prediction.
+      rtfa_lambda: RTFA: pull of the fine-tuned model to the averaged one.
+      partial_layers: partial: a regular expression, found in the paths of what is
+        averaged.
+      edges: hierarchical: edges between clients and cloud.
+      cloud_every: hierarchical: rounds between two averages at the cloud.
+      graph: decentralized: ring, torus or regular (random).
+      graph_degree: decentralized: neighbours of a client in the regular graph.
+      ima_window: _ima: aggregates in the moving average.
+      ima_start: _ima: first round whose average is adopted.
+      last_window: _last: states of the server in the mean.
+      ema_decay: _ema: of the exponential mean of the server's states.
+      trimmed_share: _trimmed: share of the clients cut at each end.
+      codec_bits: _uniform and _rotated: bits of a value.
+      topk_share: _topk: share of the values that are sent.
     """
 
     prox_mu: float = 0.01
@@ -115,9 +152,30 @@ class MethodConfig:
     dbe_kappa: float = 1.0
     knn_neighbours: int = 10
     knn_share: float = 0.6
+    rtfa_lambda: float = 0.1
+    partial_layers: str = "mlp|norm|head"
+    edges: int = 2
+    cloud_every: int = 5
+    graph: str = "ring"
+    graph_degree: int = 4
+    ima_window: int = 5
+    ima_start: int = 60
+    last_window: int = 5
+    ema_decay: float = 0.9
+    trimmed_share: float = 0.2
+    codec_bits: int = 4
+    topk_share: float = 0.05
 
 
-_ALLOWED: dict[str, tuple[Callable[[float], bool], str]] = {
+def _compiles(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True
+
+
+_ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "prox_mu": (lambda x: 0 <= x < inf, "0 or more"),
     "avgm_lr": (lambda x: 0 < x < inf, "above 0"),
     "avgm_momentum": (lambda x: 0 <= x < 1, "0 <= momentum < 1"),
@@ -138,11 +196,28 @@ _ALLOWED: dict[str, tuple[Callable[[float], bool], str]] = {
     "dbe_kappa": (lambda x: 0 <= x < inf, "0 or more"),
     "knn_neighbours": (lambda x: x >= 1, "1 or more"),
     "knn_share": (lambda x: 0 <= x <= 1, "0 to 1"),
+    "rtfa_lambda": (lambda x: 0 <= x < inf, "0 or more"),
+    "partial_layers": (lambda x: _compiles(x), "a regular expression"),
+    "edges": (lambda x: x >= 1, "1 or more"),
+    "cloud_every": (lambda x: x >= 1, "1 or more"),
+    "graph": (lambda x: x in GRAPHS, f"one of {', '.join(GRAPHS)}"),
+    "graph_degree": (lambda x: x >= 2, "2 or more"),
+    "ima_window": (lambda x: x >= 1, "1 or more"),
+    "ima_start": (lambda x: x >= 1, "1 or more"),
+    "last_window": (lambda x: x >= 1, "1 or more"),
+    "ema_decay": (lambda x: 0 <= x < 1, "0 <= decay < 1"),
+    "trimmed_share": (lambda x: 0 <= x < 0.5, "0 <= share < 0.5"),
+    "codec_bits": (lambda x: 1 <= x <= 16, "1 to 16"),
+    "topk_share": (lambda x: 0 < x <= 1, "0 < share <= 1"),
 }
 
 
 class Setting(NamedTuple):
-    """All that the registered builders may use."""
+    """All that the registered builders may use.
+
+    `label_counts`, examples of each class at each client, is None where seeds have
+    partitions of their own.
+    """
 
     task: Task
     num_clients: int
@@ -150,6 +225,7 @@ class Setting(NamedTuple):
     hypernetwork: HypernetworkConfig = HypernetworkConfig()
     hypernetwork_optimizer: HypernetworkOptimizer = HypernetworkOptimizer()
     method: MethodConfig = MethodConfig()
+    label_counts: np.ndarray | None = None
 
 
 def check_setting(setting: Setting) -> None:
@@ -203,6 +279,25 @@ def _fedtp_rod(setting: Setting) -> Algorithm:
     return with_personal_head(generic, setting.task, setting.client)
 
 
+def _hierarchical(setting: Setting) -> Algorithm:
+    method, counts = setting.method, setting.label_counts
+    edges = min(method.edges, setting.num_clients)
+    if counts is None:
+        # Nothing is known of their classes: in turns.
+        edge_of = np.arange(setting.num_clients) % edges
+        examples = np.ones(setting.num_clients)
+    else:
+        edge_of = assign_edges(counts, edges)
+        examples = counts.sum(axis=1)
+    return hierarchical(
+        setting.task,
+        setting.client,
+        edge_of,
+        np.bincount(edge_of, examples, edges),
+        cloud_every=method.cloud_every,
+    )
+
+
 REGISTRY: dict[str, Callable[[Setting], Algorithm]] = {
     "fedtp": _fedtp,
     "fedtp_per": _fedtp_per,
@@ -251,10 +346,52 @@ REGISTRY: dict[str, Callable[[Setting], Algorithm]] = {
         s.task, s.client, lr=s.method.ala_lr, share=s.method.ala_share
     ),
     "feddbe": lambda s: feddbe(s.task, s.client, strength=s.method.dbe_kappa),
+    "rtfa": lambda s: rtfa(
+        s.task,
+        s.client,
+        epochs=s.method.tune_epochs,
+        strength=s.method.rtfa_lambda,
+    ),
+    "partial": lambda s: partial_averaging(
+        s.task, s.client, layers=s.method.partial_layers
+    ),
+    "hierarchical": _hierarchical,
+    "decentralized": lambda s: decentralized(
+        s.task,
+        s.client,
+        make_graph(s.method.graph, s.num_clients, s.method.graph_degree),
+    ),
 }
 """Builders by name."""
 
-_KNN = "_knn"
+
+def _with_robust(
+    name: str, aggregate: Callable[..., Any]
+) -> Callable[[Algorithm, Setting], Algorithm]:
+    return lambda a, s: with_aggregate(a, f"{a.name}_{name}", aggregate)
+
+
+WRAPPERS: dict[str, Callable[[Algorithm, Setting], Algorithm]] = {
+    "knn": lambda a, s: _with_knn(a, s),
+    "uniform": lambda a, s: compressed(a, uniform(s.method.codec_bits)),
+    "rotated": lambda a, s: compressed(a, rotated(s.method.codec_bits)),
+    "sign": lambda a, s: compressed(a, sign()),
+    "topk": lambda a, s: compressed(a, topk(s.method.topk_share)),
+    "median": _with_robust("median", coordinate_median),
+    "trimmed": lambda a, s: with_aggregate(
+        a,
+        f"{a.name}_trimmed",
+        partial(trimmed_mean, share=s.method.trimmed_share),
+    ),
+    "geometric": _with_robust("geometric", geometric_median),
+    "ima": lambda a, s: iterative_moving_average(
+        a, window=s.method.ima_window, start=s.method.ima_start
+    ),
+    "last": lambda a, s: mean_of_last(a, window=s.method.last_window),
+    "ema": lambda a, s: exponential_mean(a, decay=s.method.ema_decay),
+}
+"""What may stand behind any name, with `_` before it: `fedavg_median`, and one behind
+another: `fedtp_topk_ema`. What is done to a client's update comes first."""
 
 
 def _with_knn(algorithm: Algorithm, setting: Setting) -> Algorithm:
@@ -268,14 +405,30 @@ def _with_knn(algorithm: Algorithm, setting: Setting) -> Algorithm:
 
 
 def build(name: str, setting: Setting) -> Algorithm:
-    """The algorithm of a registered name; with `_knn` after it, on top of a memory.
+    """The algorithm of a registered name, with what stands behind it (`WRAPPERS`).
 
     Raises:
-      InputError: the algorithm does not go with the model.
+      InputError: there is none of that name, or it does not go with the model.
     """
-    if name in REGISTRY:
-        return REGISTRY[name](setting)
-    return _with_knn(REGISTRY[name.removesuffix(_KNN)](setting), setting)
+    parsed = _parse(name)
+    if parsed is None:
+        raise InputError(f"unknown algorithm {name!r}")
+    base, wrappers = parsed
+    algorithm = REGISTRY[base](setting)
+    for wrapper in wrappers:
+        algorithm = WRAPPERS[wrapper](algorithm, setting)
+    return algorithm
+
+
+def _parse(name: str) -> tuple[str, tuple[str, ...]] | None:
+    """The registered name in a name, and the wrappers behind it; None if it is none."""
+    wrappers: list[str] = []
+    while name not in REGISTRY:
+        name, _, wrapper = name.rpartition("_")
+        if not name or wrapper not in WRAPPERS:
+            return None
+        wrappers.insert(0, wrapper)
+    return name, tuple(wrappers)
 
 
 def build_all(
@@ -308,22 +461,19 @@ def resolve(names: str) -> tuple[str, ...]:
     if names == "all":
         return tuple(REGISTRY)
     wanted = tuple(name.strip() for name in names.split(",") if name.strip())
-    unknown = [
-        name
-        for name in wanted
-        if name not in REGISTRY and name.removesuffix(_KNN) not in REGISTRY
-    ]
+    unknown = [name for name in wanted if _parse(name) is None]
     if unknown or not wanted or len(set(wanted)) < len(wanted):
         what = f"unknown algorithm {unknown[0]!r}" if unknown else f"got {names!r}"
         raise InputError(
             f"{what}; allowed are 'all' or some of {', '.join(REGISTRY)}, each once, "
-            "and any with _knn after it"
+            f"and any with {', '.join(f'_{name}' for name in WRAPPERS)} after it"
         )
     return wanted
 
 
 __all__ = [
     "REGISTRY",
+    "WRAPPERS",
     "Algorithm",
     "ClientOptimizer",
     "HypernetworkOptimizer",

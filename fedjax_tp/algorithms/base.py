@@ -82,6 +82,11 @@ class Algorithm(NamedTuple):
         training data before it is used; None for nothing. Leaves of `batches` are
         `[steps, batch, ...]`; a step whose mask holds nowhere changes nothing.
       predict: `(adapted, x) -> logits`; None for the task's `apply`.
+      broadcast_for_use: `(ServerState, ids) -> Message` that models are used with where
+        it is another than the one they are trained from; None for `broadcast`.
+      reference: `message -> (mean, personal)`, what an update is close to, in its
+        structure; None where it has that of the message.
+      bits_up: bits that a client sends in a round; None for all numbers as they are.
     """
 
     name: str
@@ -99,6 +104,11 @@ class Algorithm(NamedTuple):
     hypernetwork_parameters: int = 0
     adapt: Callable[[Params, Batch, PRNGKey], Tree] | None = None
     predict: Callable[[Tree, Array], Array] | None = None
+    broadcast_for_use: (
+        Callable[[ServerState, Int[Array, " cohort"]], Message] | None
+    ) = None
+    reference: Callable[[Message], tuple[Tree, Tree]] | None = None
+    bits_up: int | None = None
 
 
 @dataclass(frozen=True)
@@ -320,7 +330,10 @@ def forward_of(task: Task, name: str) -> Forwarding:
 
 
 def fine_tuning(
-    task: Task, optimizer: ClientOptimizer, epochs: int
+    task: Task,
+    optimizer: ClientOptimizer,
+    epochs: int,
+    correction: Correction | None = None,
 ) -> Callable[[Params, Batch, PRNGKey], Params]:
     """`Algorithm.adapt` as local training of all parameters.
 
@@ -328,9 +341,10 @@ def fine_tuning(
       task: model and loss.
       optimizer: starts afresh.
       epochs: passes over the client's examples, in the same order each.
+      correction: see `training_step`; its reference is what tuning began with.
     """
     sgd_step = client_sgd(optimizer)
-    step = training_step(task, sgd_step)
+    step = training_step(task, sgd_step, correction)
 
     def adapt(params: Params, batches: Batch, key: PRNGKey) -> Params:
         # Batches that are padding come last.
@@ -342,7 +356,7 @@ def fine_tuning(
             batch = jax.tree.map(lambda leaf: leaf[place], batches)
             return step(carry, batch, Progress(index, num_steps, epoch))
 
-        carry = start_training(params, sgd_step, key)
+        carry = start_training(params, sgd_step, key, params if correction else None)
         return jax.lax.fori_loop(0, num_steps, one_step, carry).params
 
     return adapt
@@ -459,6 +473,65 @@ def partial_personalization(
         server_update=server_update,
         client_params=lambda message, kept: tree.merge(message.shared, kept),
     )
+
+
+def message_for_use(
+    algorithm: Algorithm, state: ServerState, ids: Int[Array, " cohort"]
+) -> Message:
+    """What models are used with, for `client_params`."""
+    return (algorithm.broadcast_for_use or algorithm.broadcast)(state, ids)
+
+
+def _message_and_update(algorithm: Algorithm) -> tuple[Message, Update]:
+    """Shapes of one client's messages, both ways."""
+
+    def of_client(key: PRNGKey) -> tuple[Message, Update]:
+        state = algorithm.init(key)
+        message = algorithm.broadcast(state, jnp.zeros(1, jnp.int32))
+        own = jax.tree.map(lambda leaf: leaf[0], message.personal)
+        message = message._replace(personal=own)
+        carry = algorithm.client_start(message, algorithm.init_kept(state), key)
+        return message, algorithm.client_finish(message, carry)
+
+    return jax.eval_shape(of_client, jax.random.key(0))
+
+
+def update_shapes(algorithm: Algorithm) -> Update:
+    """Shapes and types of one client's update."""
+    return _message_and_update(algorithm)[1]
+
+
+def reference_of(algorithm: Algorithm) -> Callable[[Message], tuple[Tree, Tree]]:
+    """`message -> (mean, personal)` that an update is close to.
+
+    Raises:
+      InputError: the algorithm does not say, and its update has another structure than
+        the message.
+    """
+    if algorithm.reference is not None:
+        return algorithm.reference
+    message, update = _message_and_update(algorithm)
+    shared = _part_like(update.mean, message.shared)
+    personal = _part_like(update.personal, message.personal)
+    if shared is None or personal is None:
+        raise InputError(
+            f"{algorithm.name} sends back another thing than it was sent, and does not "
+            "say what that is close to; its updates cannot be compressed"
+        )
+    return lambda message: (shared(message.shared), personal(message.personal))
+
+
+def _part_like(wanted: Tree, sent: Tree) -> Callable[[Tree], Tree] | None:
+    """A function that gives of what was sent the part built as `wanted`, if any."""
+
+    def shapes(part: Tree) -> Tree:
+        return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), part)
+
+    if not jax.tree.leaves(wanted):
+        return lambda part: wanted
+    if shapes(wanted) == shapes(sent):
+        return lambda part: part
+    return None
 
 
 def client_update(

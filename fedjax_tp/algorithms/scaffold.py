@@ -113,6 +113,11 @@ def scaffold(
             ),
         )
 
+    def reference(message: Message) -> tuple[ScaffoldMean, None]:
+        params, control = message.shared
+        zeros = jax.tree.map(jnp.zeros_like, control)
+        return ScaffoldMean(params, zeros, jnp.zeros(())), None
+
     return Algorithm(
         name="scaffold",
         init=init,
@@ -123,4 +128,5 @@ def scaffold(
         client_finish=client_finish,
         server_update=server_update,
         client_params=lambda message, kept: message.shared.shared,
+        reference=reference,
     )

@@ -9,7 +9,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fedjax_tp import tree
-from fedjax_tp.algorithms.base import Algorithm, Message, ServerState
+from fedjax_tp.algorithms.base import (
+    Algorithm,
+    Message,
+    ServerState,
+    message_for_use,
+)
 from fedjax_tp.data.federated import (
     FederatedDataset,
     client_sizes,
@@ -171,7 +176,7 @@ def _evaluate_ids(
         ids: Array,
         kept: Tree,
     ) -> Metrics:
-        message = algorithm.broadcast(server, ids)
+        message = message_for_use(algorithm, server, ids)
         sizes = client_sizes(test, ids)
 
         def params_of(personal: Tree, kept: Tree) -> Tree:

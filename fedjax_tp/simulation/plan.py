@@ -107,11 +107,14 @@ def make_plan(
         per_client += tree.num_bytes(jax.ShapeDtypeStruct(shape, jnp.float32))
     rows = (update.personal, update.kept, own, kept)
     cohort_bytes = seeds * cohort * tree.num_bytes(rows)
+    bytes_up = tree.num_bytes((update.mean, update.personal))
+    if algorithm.bits_up is not None:
+        bytes_up = -(-algorithm.bits_up // 8)
     return Plan(
         client_parameters=tree.num_elements(params),
         hypernetwork_parameters=algorithm.hypernetwork_parameters,
         bytes_down=tree.num_bytes(message),
-        bytes_up=tree.num_bytes((update.mean, update.personal)),
+        bytes_up=bytes_up,
         state_bytes=state_bytes,
         kept_bytes=seeds * tree.num_bytes(state.kept),
         fixed_bytes=tree.num_bytes(data)
