@@ -80,8 +80,8 @@ def heterogeneity_line(found: Heterogeneity) -> str:
     return (
         f"labels: earth mover's distance {found.mean_emd:.2f} on average (0 equal, 2 "
         f"disjoint), {found.mean_classes:.1f} effective classes a client of "
-        f"{found.population_classes:.1f}; sizes vary by {100 * found.size_variation:.0f}%"
-        f" (Gini {found.size_gini:.2f}){empty}"
+        f"{found.population_classes:.1f}; sizes vary by "
+        f"{100 * found.size_variation:.0f}% (Gini {found.size_gini:.2f}){empty}"
     )
 
 
@@ -330,7 +330,7 @@ def write_results(
         summary=(
             f"{len(sizes)} clients, {setup.cohort} a round; {sizes.sum()} training "
             f"examples, {sizes.min()} to {sizes.max()} a client; "
-            f"{over}. {heterogeneity_line(heterogeneity).capitalize()}. "
+            f"{over}; {heterogeneity_line(heterogeneity)}. "
             "Pooled is over all test examples, the other figures are over clients."
         ),
         tables=[

@@ -14,13 +14,11 @@ from fedjax_tp.analysis.layers import Layers, layer_norms
 from fedjax_tp.models.task import Task
 from fedjax_tp.types import Array, Batch, Float, InputError, Int, Params
 
-Distribution = Float[np.ndarray, "*clients classes"]
+Distribution = Float[np.ndarray, "*#clients classes"]
 Counts = Int[np.ndarray, "clients classes"]
 
 
-def earth_movers_distance(
-    p: Distribution, q: Distribution
-) -> Float[np.ndarray, "*clients"]:
+def earth_movers_distance(p: Distribution, q: Distribution) -> Float[np.ndarray, "..."]:
     """sum_i |p_i - q_i|: 0 for equal distributions, 2 for disjoint ones.
 
     The L1 distance, not halved, as in the paper (section 3.3). All classes are as far
@@ -39,13 +37,13 @@ def earth_movers_distance(
                 f"{name} is no distribution over classes: entries must be 0 or more "
                 f"and sum to 1; sums are {np.unique(np.round(values.sum(axis=-1), 4))}"
             )
-    return np.abs(p - q).sum(axis=-1)
+    return np.asarray(np.abs(p - q).sum(axis=-1))
 
 
-def effective_classes(p: Distribution) -> Float[np.ndarray, "*clients"]:
+def effective_classes(p: Distribution) -> Float[np.ndarray, "..."]:
     """exp of the entropy: how many equally frequent classes would be as diverse."""
     logs = np.log(np.where(p > 0, p, 1.0))
-    return np.exp(-np.sum(p * logs, axis=-1))
+    return np.asarray(np.exp(-np.sum(p * logs, axis=-1)))
 
 
 def gini(sizes: np.ndarray) -> float:

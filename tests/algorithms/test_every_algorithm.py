@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fedjax_tp import tree
-from fedjax_tp.algorithms import REGISTRY, ClientOptimizer, Message, Setting
+from fedjax_tp.algorithms import REGISTRY, ClientOptimizer, Message, Setting, build
 from fedjax_tp.algorithms.base import Update, client_update
 from fedjax_tp.data.federated import shuffled
 from fedjax_tp.hypernetwork import HypernetworkConfig
@@ -77,11 +77,25 @@ def one_by_one(algorithm, train_client, data, state, round_key, good=(1, 1, 1)):
     return server, kept, losses @ weights
 
 
-@pytest.mark.parametrize("name", REGISTRY)
+# Each wrapper, behind algorithms of several kinds.
+WRAPPED = (
+    "fedavg_ima",
+    "fedtp_last",
+    "fedtp_vanilla_ema",
+    "fedavg_median",
+    "fedtp_trimmed",
+    "scaffold_geometric",
+    "fedtp_topk",
+    "scaffold_sign",
+    "fedtp_topk_median_ema",
+)
+
+
+@pytest.mark.parametrize("name", [*REGISTRY, *WRAPPED])
 def test_a_round_is_its_clients_one_by_one(small_task, name):
     data = federate_sizes(SIZES)
     client = ClientOptimizer(0.02, 0.9, 1e-3)
-    algorithm = REGISTRY[name](Setting(small_task, 3, client, SMALL))
+    algorithm = build(name, Setting(small_task, 3, client, SMALL))
     assert algorithm.name == name
     train_client = jax.jit(partial(client_update, algorithm))
     advance = make_advance(algorithm, 3, SCHEDULE, 1)
@@ -115,16 +129,16 @@ def test_a_round_is_its_clients_one_by_one(small_task, name):
 
 def test_every_algorithm_can_be_planned(small_task):
     data = federate_sizes(SIZES)
-    for name, build in REGISTRY.items():
-        algorithm = build(Setting(small_task, 3, hypernetwork=SMALL))
+    for name in (*REGISTRY, *WRAPPED):
+        algorithm = build(name, Setting(small_task, 3, hypernetwork=SMALL))
         plan = make_plan(algorithm, small_task, data, 2, SCHEDULE)
         assert plan.lane_bytes > 0, name
         assert plan.bytes_up > 0 or name == "local"
 
 
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("name", [*REGISTRY, *WRAPPED])
 def test_a_client_that_never_took_part_starts_as_the_others_did(small_task, name):
-    algorithm = REGISTRY[name](Setting(small_task, 3, hypernetwork=SMALL))
+    algorithm = build(name, Setting(small_task, 3, hypernetwork=SMALL))
     start = algorithm.init(KEY)
     kept = algorithm.init_kept(start)
     message = algorithm.broadcast(start, jnp.array([1, 2]))
@@ -136,9 +150,8 @@ def test_a_client_that_never_took_part_starts_as_the_others_did(small_task, name
 
     # What it keeps at first does not depend on what the server has learnt since.
     untrained = algorithm.client_finish(own, algorithm.client_start(own, kept, KEY))
-    mean, personal = jax.tree.map(
-        lambda leaf: leaf + 1, (untrained.mean, message.personal)
-    )
+    two = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), untrained.personal)
+    mean, personal = jax.tree.map(lambda leaf: leaf + 1, (untrained.mean, two))
     server = algorithm.server_update(
         start,
         jnp.array([1, 2]),

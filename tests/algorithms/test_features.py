@@ -419,7 +419,8 @@ LEFT_OUT = {
 def test_every_algorithm_goes_with_every_model(model):
     """Traced, not run: what goes in comes out again in the same shapes."""
     task = MODELS[model]
-    setting = Setting(task, 2, SGD, SMALL)
+    # A graph without a server needs three clients.
+    setting = Setting(task, 3, SGD, SMALL)
     is_text = task.is_sequence
     x = jnp.zeros((2, 4, 5)) if is_text else jnp.zeros((2, 4, 8, 8, 1))
     batches = Batch(x, jnp.zeros((2, 4), int), jnp.ones((2, 4), bool))
