@@ -12,6 +12,7 @@ _PLUMBING = {
     "driver",
     "flags",
     "host_kept",
+    "lab",
     "launch",
     "results",
     "setup",

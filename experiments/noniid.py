@@ -248,6 +248,7 @@ def deal(flags: Flags, pool: Pool, classes: int | str) -> Dealt:
         scheme, request, pool.dataset.y_test, seed=flags.lab.seed
     )
     name = "iid" if classes == "iid" else f"{classes} classes"
+    name = "1 class" if classes == 1 else name
     train = tuple(pool.dealt[part] for part in found.train)
     return Dealt(name, train, found.test, distances(pool, train))
 
