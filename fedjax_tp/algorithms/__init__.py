@@ -46,6 +46,7 @@ from fedjax_tp.algorithms.fedtp import fedtp
 from fedjax_tp.algorithms.fedtp_vanilla import fedtp_vanilla
 from fedjax_tp.algorithms.hierarchical import assign_edges, hierarchical
 from fedjax_tp.algorithms.knn import with_memory
+from fedjax_tp.algorithms.layca import fedavg_layca
 from fedjax_tp.algorithms.lg_fedavg import lg_fedavg
 from fedjax_tp.algorithms.local import local
 from fedjax_tp.algorithms.moon import moon
@@ -115,6 +116,7 @@ class MethodConfig:
       dbe_kappa: FedDBE: pull of mean representations to their consensus.
       knn_neighbours: of the kNN memory.
       knn_share: share of the kNN memory in the prediction.
+      layca_lr: fedavg_layca: tangent of the angle by which kernels turn in a step.
       rtfa_lambda: RTFA: pull of the fine-tuned model to the averaged one.
       partial_layers: partial: a regular expression, found in the paths of what is
         averaged.
@@ -153,6 +155,7 @@ class MethodConfig:
     knn_neighbours: int = 10
     knn_share: float = 0.6
     rtfa_lambda: float = 0.1
+    layca_lr: float = 0.02
     partial_layers: str = "mlp|norm|head"
     edges: int = 2
     cloud_every: int = 5
@@ -196,6 +199,7 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "dbe_kappa": (lambda x: 0 <= x < inf, "0 or more"),
     "knn_neighbours": (lambda x: x >= 1, "1 or more"),
     "knn_share": (lambda x: 0 <= x <= 1, "0 to 1"),
+    "layca_lr": (lambda x: 0 < x < inf, "above 0"),
     "rtfa_lambda": (lambda x: 0 <= x < inf, "0 or more"),
     "partial_layers": (lambda x: _compiles(x), "a regular expression"),
     "edges": (lambda x: x >= 1, "1 or more"),
@@ -352,6 +356,7 @@ REGISTRY: dict[str, Callable[[Setting], Algorithm]] = {
         epochs=s.method.tune_epochs,
         strength=s.method.rtfa_lambda,
     ),
+    "fedavg_layca": lambda s: fedavg_layca(s.task, s.client, lr=s.method.layca_lr),
     "partial": lambda s: partial_averaging(
         s.task, s.client, layers=s.method.partial_layers
     ),

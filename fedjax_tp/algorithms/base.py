@@ -416,6 +416,7 @@ def partial_personalization(
     *,
     correction: Correction | None = None,
     server_optimizer: optax.GradientTransformation | None = None,
+    local_optimizer: optax.GradientTransformation | None = None,
 ) -> Algorithm:
     """Clients train everything, keep the leaves `is_kept` names, average the rest.
 
@@ -430,8 +431,9 @@ def partial_personalization(
       correction: see `training_step`; its reference is what the client began with.
       server_optimizer: steps the shared parameters along (before - mean), the
         pseudo-gradient of Reddi et al. 2021; None adopts the mean.
+      local_optimizer: of the clients; None for the SGD of `optimizer`.
     """
-    sgd_step = client_sgd(optimizer)
+    sgd_step = local_optimizer or client_sgd(optimizer)
 
     def init(key: PRNGKey) -> PartialState:
         kept, shared = tree.split(task.init(key), is_kept)
