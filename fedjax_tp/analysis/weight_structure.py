@@ -61,6 +61,22 @@ def grouped_error(moment: Matrix, groups: Groups) -> float:
     return float(np.sqrt(squares[~inside].sum() / total))
 
 
+def concentration(moment: Matrix, groups: Groups) -> float:
+    """Mean squared C_ij of two different entries of one group, over that of any two.
+
+    1 says that the grouping means nothing, however many entries it keeps: groupings of
+    other sizes can be compared, as they cannot by errors. NaN if no group has two
+    entries.
+    """
+    different = ~np.eye(len(moment), dtype=bool)
+    inside = (groups[:, None] == groups[None, :]) & different
+    if not inside.any():
+        return float("nan")
+    squares = moment**2
+    everywhere = squares[different].mean()
+    return float(squares[inside].mean() / everywhere) if everywhere > 0 else 1.0
+
+
 def kronecker_error(moment: Matrix, first: int) -> float:
     """Relative error of the nearest A (x) B, A being `[first, first]`.
 

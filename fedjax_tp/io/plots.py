@@ -599,3 +599,47 @@ def heterogeneity(
         _plain(axes)
     panels[0].set_ylabel("clients")
     _save(figure, path)
+
+
+def bars(
+    path: Path,
+    panels: Mapping[str, Mapping[str, Mapping[str, float]]],
+    *,
+    y: str,
+    line: float | None = None,
+) -> None:
+    """Groups of bars, one panel above the other.
+
+    Args:
+      path: of the PNG.
+      panels: for each title, for each label (a colour), for each group the height.
+      y: what heights are.
+      line: drawn across at this height.
+    """
+    figure, axes = plt.subplots(
+        len(panels),
+        1,
+        figsize=(7.5, 2.7 * len(panels) + 0.4),
+        squeeze=False,
+        layout="constrained",
+    )
+    for panel, (title, found) in zip(axes.flat, panels.items(), strict=True):
+        groups = list(dict.fromkeys(name for own in found.values() for name in own))
+        width = 0.84 / len(found)
+        for number, (label, own) in enumerate(found.items()):
+            places = [groups.index(name) + (number + 0.5) * width for name in own]
+            panel.bar(
+                np.array(places) - 0.42,
+                list(own.values()),
+                width,
+                color=COLORS[number % len(COLORS)],
+                label=label,
+            )
+        if line is not None:
+            panel.axhline(line, color="0.3", lw=0.9)
+        panel.set_xticks(range(len(groups)), groups)
+        panel.set(ylabel=y)
+        panel.set_title(title, fontsize=10)
+        panel.legend(fontsize=8, frameon=False, ncols=len(found))
+        _plain(panel)
+    _save(figure, path)

@@ -91,3 +91,12 @@ def test_down_sampling_keeps_places():
     np.testing.assert_array_equal(ws.down_sample(kernels, 6), kernels)
     with pytest.raises(InputError, match="most is 0"):
         ws.down_sample(kernels, 0)
+
+
+def test_concentration_is_one_where_a_grouping_means_nothing():
+    assert ws.concentration(np.ones((6, 6)), np.arange(6) // 2) == pytest.approx(1)
+    # Two blocks: of 12 pairs 4 are inside, and hold all there is.
+    blocks = np.kron(np.eye(2), np.ones((2, 2)))
+    assert ws.concentration(blocks, np.array([0, 0, 1, 1])) == pytest.approx(3)
+    assert np.isnan(ws.concentration(blocks, np.arange(4)))
+    assert ws.concentration(np.eye(4), np.zeros(4, int)) == 1
