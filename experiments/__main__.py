@@ -14,6 +14,7 @@ _PLUMBING = {
     "host_kept",
     "lab",
     "launch",
+    "looks",
     "results",
     "setup",
     "sweep",

@@ -65,8 +65,7 @@ def run(flags: Flags) -> None:
             f"codecs is {flags.codecs!r}; allowed are some of {', '.join(CODECS)}, "
             "each once"
         )
-    plain = algorithms.resolve(flags.training.algorithms)
-    names = [name for p in plain for name in (p, *(f"{p}_{c}" for c in codecs))]
+    algorithms.resolve(flags.training.algorithms)
     setup.check_flags(flags.data, flags.training, flags.run)
     mesh = launch.make_mesh(flags.device)
     launch.check_one_process()
@@ -75,6 +74,10 @@ def run(flags: Flags) -> None:
         flags.data, flags.model, flags.training, flags.run, mesh
     )
     setting = setup.make_setting(flags, prepared)
+    found, notes = algorithms.build_all(flags.training.algorithms, setting)
+    prepared = prepared._replace(notices=prepared.notices + notes)
+    plain = [algorithm.name for algorithm in found]
+    names = [name for p in plain for name in (p, *(f"{p}_{c}" for c in codecs))]
     built = [algorithms.build(name, setting) for name in names]
     prepared, plans, out = results.begin(
         EXPERIMENT, flags, prepared, built, mesh, console

@@ -10,19 +10,17 @@ of averaging, and what each block is worth. `--run DIR` looks once at the newest
 checkpoint of a run that is there, with that run's data and model.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import tyro
 from rich.console import Console
 
-from experiments import cli, driver, lab, launch, results, setup, trained
+from experiments import cli, driver, lab, launch, looks, results, setup, trained
 from experiments.flags import (
     DataFlags,
     DeviceFlags,
@@ -33,46 +31,18 @@ from experiments.flags import (
 )
 from experiments.setup import Setup
 from fedjax_tp import algorithms
-from fedjax_tp.algorithms import Algorithm, Update
-from fedjax_tp.algorithms.base import LocalCarry, training_metrics
-from fedjax_tp.analysis import blocks, connectivity
-from fedjax_tp.analysis.layers import Layers, layers_of, rotation
-from fedjax_tp.data.federated import FederatedDataset
+from fedjax_tp.algorithms import Algorithm
 from fedjax_tp.io import folder, plots, report
-from fedjax_tp.simulation.cohort import run_cohort
-from fedjax_tp.simulation.rounds import SimulationState
-from fedjax_tp.types import Batch, InputError, Params
+from fedjax_tp.types import InputError
 
 EXPERIMENT = "connectivity"
-_SPLITS = ("train", "test")
-_FIGURES = ("loss", "error")
-_ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
-_SIGMAS = (0.1, 0.3, 1.0, 3.0)
-_BATCHES, _BATCH = 4, 64
-
-ORDERS = ("shallow to deep", "deep to shallow", "random", "outside in")
-"""In which layers are averaged one after another."""
-
-
-@dataclass(frozen=True)
-class LookFlags:
-    """What is looked at."""
-
-    run: str | None = None
-    """Look at the newest checkpoint of this run's --algorithms, and train nothing."""
-    look_clients: int = 4
-    """Clients that train on from the model, two by two; an even number."""
-    look_examples: int = 256
-    """Examples of all clients, of training and of test, that models are measured on."""
-    directions: int = 5
-    """Random directions, of which means are taken."""
 
 
 @dataclass(frozen=True)
 class Flags(TrainingRunFlags):
     """Flags of the experiment; a look is taken at every evaluation."""
 
-    looks: Annotated[LookFlags, tyro.conf.arg(name="")] = LookFlags()
+    looking: Annotated[looks.LookFlags, tyro.conf.arg(name="")] = looks.LookFlags()
 
 
 DEFAULTS = Flags(
@@ -85,27 +55,6 @@ DEFAULTS = Flags(
 )
 
 
-LocalTraining = Callable[[SimulationState, FederatedDataset], Params]
-
-
-class Scene(NamedTuple):
-    """What looks have in common.
-
-    Attributes:
-      layers: of the model.
-      points: between a first model and a second, `[points, layers]`.
-      spans: which rows of `points` are what, by name.
-      evaluate: see `connectivity.make_evaluate_points`.
-      batches: of each split.
-    """
-
-    layers: Layers
-    points: np.ndarray
-    spans: dict[str, slice]
-    evaluate: Callable[..., connectivity.Found]
-    batches: dict[str, Batch]
-
-
 def run(flags: Flags) -> None:
     """Runs the experiment.
 
@@ -113,7 +62,7 @@ def run(flags: Flags) -> None:
       InputError: a flag, the data or the run folder does not allow it.
       Interrupted: told to stop; what was done is saved.
     """
-    look = flags.looks
+    look = flags.looking
     cli.check_counts(look, "look_clients", "look_examples", "directions")
     if look.look_clients % 2:
         raise InputError(
@@ -137,16 +86,15 @@ def run(flags: Flags) -> None:
     setting = setup.make_setting(flags, prepared)
     built, notes = algorithms.build_all(flags.training.algorithms, setting)
     prepared = prepared._replace(notices=prepared.notices + notes)
-    for algorithm in built:
-        check_one_model(algorithm)
+    built, more = with_one_model(built, flags.training.algorithms)
+    prepared = prepared._replace(notices=prepared.notices + more)
     check_clients(prepared, look.look_clients)
     prepared, plans, out = results.begin(
         EXPERIMENT, flags, prepared, built, mesh, console
     )
-    scene = make_scene(prepared, look, flags.run.seed)
+    scene = looks.make_scene(prepared, look, flags.run.seed)
     local_training = {
-        algorithm.name: make_local_training(algorithm, prepared, look.look_clients)
-        for algorithm in built
+        a.name: looks.make_local_training(a, prepared, look.look_clients) for a in built
     }
     outcomes = driver.train_all(
         built,
@@ -155,7 +103,7 @@ def run(flags: Flags) -> None:
         flags.training,
         flags.run,
         out,
-        look=partial(take_look, scene, prepared, flags, out, local_training),
+        look=partial(looks.take_look, scene, prepared, look, out, local_training),
     )
     results.write_results(
         out, EXPERIMENT, flags, prepared, outcomes, flags.run, console
@@ -163,25 +111,27 @@ def run(flags: Flags) -> None:
     every, rounds = flags.run.eval_every, flags.training.rounds
     # The last look of a shorter run was out of turn.
     due = sorted({*range(0, rounds + 1, every), rounds})
-    found = {a.name: [read_look(out, a.name, r) for r in due] for a in built}
+    found = {a.name: [looks.read_look(out, a.name, r) for r in due] for a in built}
     last = {
-        a.name: end_look(scene, prepared, flags, out, a.name, due, rounds)
+        a.name: looks.end_look(scene, prepared, look, flags.run.seed, out, a, usable)
         for a in built
+        if (usable := looks.usable(found[a.name]))
     }
     write(out, flags, prepared, scene, found, last, console, page="connectivity.html")
 
 
 def _look_at_run(flags: Flags, names: Sequence[str]) -> None:
     """One look at each algorithm of a run that is there."""
-    assert flags.looks.run is not None
-    mesh = launch.make_mesh(DeviceFlags(devices=flags.device.devices))
+    assert flags.looking.run is not None
+    # One device, where checkpoints are restored to.
+    mesh = launch.make_mesh(DeviceFlags(devices=1))
     launch.check_one_process()
-    run_folder = Path(flags.looks.run)
+    run_folder = Path(flags.looking.run)
     models = {name: trained.load(run_folder, name, mesh) for name in names}
     first = models[names[0]]
     for model in models.values():
-        check_one_model(model.algorithm)
-    check_clients(first.setup, flags.looks.look_clients)
+        looks.check_one_model(model.algorithm)
+    check_clients(first.setup, flags.looking.look_clients)
     seed = first.flags.run.seed
     of_run = replace(
         flags,
@@ -196,27 +146,32 @@ def _look_at_run(flags: Flags, names: Sequence[str]) -> None:
         else Path(flags.run.out)
     )
     if not folder.open_folder(out, resume=flags.run.resume):
-        setup.write_config(out, EXPERIMENT, flags)
+        setup.write_config(out, EXPERIMENT, of_run)
     console = launch.make_console()
     console.print(f"run folder: {out}", soft_wrap=True)
-    scene = make_scene(first.setup, flags.looks, seed)
+    scene = looks.make_scene(first.setup, flags.looking, seed)
     found, last = {}, {}
     for name, model in models.items():
         rounds = model.round
         algorithm = model.algorithm
-        once = make_local_training(algorithm, model.setup, flags.looks.look_clients)
-        take_look(
+        once = looks.make_local_training(
+            algorithm, model.setup, flags.looking.look_clients
+        )
+        looks.take_look(
             scene,
             model.setup,
-            of_run,
+            flags.looking,
             out,
             {name: once},
             algorithm,
             model.state,
             rounds,
         )
-        found[name] = [read_look(out, name, rounds)]
-        last[name] = end_look(scene, model.setup, of_run, out, name, [rounds], rounds)
+        found[name] = [looks.read_look(out, name, rounds)]
+        if looks.usable(found[name]):
+            last[name] = looks.end_look(
+                scene, model.setup, flags.looking, seed, out, algorithm, [rounds]
+            )
         console.print(f"{name}: looked at round {rounds} of {run_folder}")
     folder.write_json(
         out / "summary.json",
@@ -225,31 +180,24 @@ def _look_at_run(flags: Flags, names: Sequence[str]) -> None:
     write(out, of_run, first.setup, scene, found, last, console, page="report.html")
 
 
-def check_one_model(algorithm: Algorithm) -> None:
-    """Raises InputError for an algorithm whose clients train another thing than one
-    whole model, which could be averaged."""
-    key = jax.random.key(0)
+def with_one_model(
+    built: Sequence[Algorithm], names: str
+) -> tuple[tuple[Algorithm, ...], tuple[str, ...]]:
+    """The algorithms, and a note on each that is left out of `all`.
 
-    def begin(key: jax.Array) -> Any:
-        state = algorithm.init(key)
-        message = algorithm.broadcast(state, jnp.zeros(1, jnp.int32))
-        own = jax.tree.map(lambda leaf: leaf[0], message.personal)
-        kept = algorithm.init_kept(state)
-        message = message._replace(personal=own)
-        return (
-            algorithm.client_start(message, kept, key),
-            algorithm.client_params(message, kept),
-        )
-
-    carry, params = jax.eval_shape(begin, key)
-    is_whole = isinstance(carry, LocalCarry) and (
-        jax.tree.map(jnp.shape, carry.params) == jax.tree.map(jnp.shape, params)
-    )
-    if not is_whole:
-        raise InputError(
-            f"algorithm is {algorithm.name!r}, whose clients train more than one "
-            "model; allowed are those that train one, such as fedavg or fedtp"
-        )
+    Raises:
+      InputError: see `looks.check_one_model`, for an algorithm that is named.
+    """
+    kept, notes = [], []
+    for algorithm in built:
+        try:
+            looks.check_one_model(algorithm)
+            kept.append(algorithm)
+        except InputError as error:
+            if names != "all":
+                raise
+            notes.append(f"{algorithm.name} is left out: {error}")
+    return tuple(kept), tuple(notes)
 
 
 def check_clients(prepared: Setup, wanted: int) -> None:
@@ -261,355 +209,34 @@ def check_clients(prepared: Setup, wanted: int) -> None:
         )
 
 
-def make_scene(prepared: Setup, look: LookFlags, seed: int) -> Scene:
-    """Points and examples of all looks."""
-    layers = layers_of(prepared.task.init)
-    count = len(layers.names)
-    rng = np.random.default_rng(seed)
-    forth = list(range(count))
-    outside_in = sorted(forth, key=lambda i: min(i, count - 1 - i))
-    orders = dict(
-        zip(
-            ORDERS,
-            (forth, forth[::-1], rng.permutation(count).tolist(), outside_in),
-            strict=True,
-        )
-    )
-    kinds = kinds_of(layers)
-    parts = {
-        "path": connectivity.full_path(_ALPHAS, layers),
-        "layers": connectivity.layer_wise(layers),
-        "kinds": connectivity.chosen(list(kinds.values()), layers),
-        **{
-            order: connectivity.cumulative(numbers, layers)
-            for order, numbers in orders.items()
-        },
-    }
-    # Each set of layers is averaged in the first model, and in the second.
-    for name in [*parts][1:]:
-        parts[f"{name}, second"] = connectivity.from_second(parts[name])
-    bounds = np.cumsum([0, *map(len, parts.values())])
-    spans = {
-        name: slice(int(a), int(b))
-        for name, a, b in zip(parts, bounds[:-1], bounds[1:], strict=True)
-    }
-    batches = {
-        split: sample(getattr(prepared, split), look.look_examples, rng)
-        for split in _SPLITS
-    }
-    recalibrate_with = None
-    if prepared.task.loss_and_statistics is not None:
-        again = sample(prepared.train, _BATCHES * _BATCH, rng)
-        size = len(again.y) // _BATCHES
-        recalibrate_with = jax.tree.map(
-            lambda leaf: leaf[: _BATCHES * size].reshape(
-                _BATCHES, size, *leaf.shape[1:]
-            ),
-            again,
-        )
-    return Scene(
-        layers,
-        np.concatenate(list(parts.values())).astype(np.float32),
-        spans,
-        connectivity.make_evaluate_points(
-            prepared.task, layers, recalibrate_with=recalibrate_with
-        ),
-        batches,
-    )
-
-
-def kinds_of(layers: Layers) -> dict[str, tuple[str, ...]]:
-    """Layers by what they are: all queries, all MLPs, what lies outside the blocks."""
-    kinds: dict[str, list[str]] = {}
-    for name in layers.names:
-        block, _, inside = name.partition("/")
-        kind = inside if block.startswith("block_") else name
-        kinds.setdefault(kind, []).append(name)
-    return {kind: tuple(names) for kind, names in kinds.items()}
-
-
-def sample(data: FederatedDataset, count: int, rng: np.random.Generator) -> Batch:
-    """Examples of all clients, each client's as likely as it has many."""
-    sizes = np.asarray(data.size)
-    held = np.asarray(data.rows)[: sizes.sum()]
-    rows = rng.choice(held, min(count, len(held)), replace=False)
-    x = np.asarray(data.x)[rows].astype(np.float32)
-    x = (x - np.asarray(data.mean)) / np.asarray(data.std)
-    y = np.asarray(data.y)[rows]
-    return Batch(jnp.asarray(x), jnp.asarray(y), jnp.ones(len(rows), bool))
-
-
-def make_local_training(
-    algorithm: Algorithm, prepared: Setup, clients: int
-) -> LocalTraining:
-    """A jitted function of a state and training data: what the first clients have after
-    one more round of local training, stacked."""
-
-    def finish(message: Any, carry: LocalCarry) -> Update:
-        return Update(None, carry.params, None, training_metrics(carry))
-
-    to_model = algorithm._replace(client_finish=finish)
-    schedule = prepared.schedule._replace(lanes=1)
-
-    @jax.jit
-    def local_training(state: SimulationState, data: FederatedDataset) -> Params:
-        ids = jnp.arange(clients)
-        message = algorithm.broadcast(state.server, ids)
-        kept = jax.tree.map(lambda leaf: leaf[:clients], state.kept)
-        found = run_cohort(
-            to_model, data, message, kept, ids, jax.random.key(0), schedule
-        )
-        return found.update.personal
-
-    return local_training
-
-
-def look_file(out: Path, name: str, rounds: int) -> Path:
-    """Where a look is saved."""
-    return out / "looks" / f"{name}-{rounds}.json"
-
-
-def read_look(out: Path, name: str, rounds: int) -> Mapping[str, Any]:
-    """A look that was taken."""
-    return folder.read_json(look_file(out, name, rounds))
-
-
-def take_look(
-    scene: Scene,
-    prepared: Setup,
-    flags: Flags,
-    out: Path,
-    local_training: Mapping[str, LocalTraining],
-    algorithm: Algorithm,
-    state: SimulationState,
-    rounds: int,
-) -> None:
-    """Measures and saves: barriers as JSON, the clients' models beside it."""
-    saved = look_file(out, algorithm.name, rounds)
-    if saved.is_file():
-        return
-    clients = flags.looks.look_clients
-    models = jax.device_get(local_training[algorithm.name](state, prepared.train))
-    sizes = np.asarray(prepared.train.size)[:clients].astype(np.float64)
-    weights = sizes / sizes.sum()
-    average = jax.tree.map(
-        lambda leaf: np.tensordot(weights, leaf, axes=1).astype(leaf.dtype), models
-    )
-
-    def model(i: int) -> Params:
-        return jax.tree.map(lambda leaf: leaf[i], models)
-
-    pairs = {f"{i} and {i + 1}": (model(i), model(i + 1)) for i in range(0, clients, 2)}
-    pairs["0 and average"] = (model(0), average)
-    found: dict[str, Any] = {"round": rounds, "pairs": {}}
-    for name, (first, second) in pairs.items():
-        found["pairs"][name] = {
-            split: _barriers(scene, first, second, split) for split in _SPLITS
-        }
-    saved.parent.mkdir(exist_ok=True)
-    flat = np.stack([lab.flat_params(model(i)) for i in range(clients)])
-    partial_file = saved.with_suffix(".partial.npz")
-    np.savez(partial_file, models=flat)
-    partial_file.replace(saved.with_suffix(".npz"))
-    folder.write_json(saved, found)
-
-
-def _barriers(
-    scene: Scene, first: Params, second: Params, split: str
-) -> dict[str, Any]:
-    """Of every part of the points: barriers in loss and in error; of a path its loss
-    and error themselves."""
-    found = jax.device_get(
-        scene.evaluate(first, second, scene.points, scene.batches[split])
-    )
-    content: dict[str, Any] = {}
-    for figure in _FIGURES:
-        values = np.asarray(getattr(found, figure), np.float64)
-        path = values[scene.spans["path"]]
-        above = np.asarray(
-            connectivity.barriers(jnp.asarray(values), path[0], path[-1]), np.float64
-        )
-        content[figure] = {"path": path.tolist(), "full": float(above[_HALF])}
-        for name, span in scene.spans.items():
-            if name != "path":
-                content[figure][name] = above[span].tolist()
-    return content
-
-
-_HALF = _ALPHAS.index(0.5)
-
-
-def _unflat(flat: Any, prepared: Setup) -> Params:
-    like = jax.eval_shape(prepared.task.init, jax.random.key(0))
-    return lab.unflat_params(flat, like)
-
-
-class EndLook(NamedTuple):
-    """What is measured once, when all looks have been taken.
-
-    Attributes:
-      rotations: of every layer at every look, `[layers, looks]`, mean over clients.
-      directions: barrier-like rise of the loss at share .5 and 1 of the way from one
-        client's model to another's: along it, and along random directions of equal
-        length, all layers at once and layer by layer.
-      subspace: rise of the loss in random unit directions inside the space that the
-        clients' models along training span, and outside it, by length.
-      without: test accuracy without each block; empty of a model without blocks.
-      whole: test accuracy of the whole model.
-    """
-
-    rotations: np.ndarray
-    directions: dict[str, list[float]]
-    subspace: dict[str, list[float]]
-    without: list[float]
-    whole: float
-
-
-def end_look(
-    scene: Scene,
-    prepared: Setup,
-    flags: Flags,
-    out: Path,
-    name: str,
-    due: Sequence[int],
-    rounds: int,
-) -> EndLook:
-    """Measures what needs all looks; see `EndLook`."""
-    flats = []
-    for number in due:
-        with np.load(look_file(out, name, number).with_suffix(".npz")) as arrays:
-            flats.append(arrays["models"])
-    # Models before any round differ by one local training alone.
-    initial = jax.jit(prepared.task.init)(_initial_key(flags))
-    turned = jax.jit(jax.vmap(lambda p: rotation(p, initial, scene.layers)))
-    rotations = np.stack(
-        [
-            np.asarray(
-                turned(
-                    jax.tree.map(
-                        lambda *rows: jnp.stack(rows),
-                        *(_unflat(flat, prepared) for flat in models),
-                    )
-                )
-            ).mean(axis=0)
-            for models in flats
-        ],
-        axis=1,
-    )
-    first, second = (_unflat(flats[-1][i], prepared) for i in range(2))
-    test = scene.batches["test"]
-    without, whole = [], float("nan")
-    score = jax.jit(prepared.task.metrics)(first, test)
-    whole = float(score.correct / score.examples)
-    if blocks.num_blocks(first):
-        dropped = jax.jit(partial(blocks.accuracy_without_each, prepared.task))
-        without = np.asarray(dropped(first, test)).tolist()
-    return EndLook(
-        rotations,
-        _directions(scene, flags, first, second),
-        _subspace(scene, flags, prepared, np.concatenate(flats), flats[-1][0]),
-        without,
-        whole,
-    )
-
-
-def _initial_key(flags: Flags) -> jax.Array:
-    """The key of the initial model, as the run split it off its seed."""
-    return jax.random.split(jax.random.key(flags.run.seed))[0]
-
-
-def _directions(
-    scene: Scene, flags: Flags, first: Params, second: Params
-) -> dict[str, list[float]]:
-    """Rise of the test loss at half the way and all of it, by kind of direction; layer
-    by layer only at half the way."""
-    layers, test = scene.layers, scene.batches["test"]
-    shares = np.concatenate(
-        [
-            connectivity.full_path((0.0, 0.5, 1.0), layers),
-            connectivity.layer_wise(layers),
-        ]
-    ).astype(np.float32)
-    towards = np.asarray(scene.evaluate(first, second, shares, test).loss)
-
-    @jax.jit
-    def moved(key: jax.Array) -> Params:
-        direction = connectivity.random_direction(key, first, second, layers)
-        return jax.tree.map(jnp.add, first, direction)
-
-    keys = jax.random.split(jax.random.key(flags.run.seed), flags.looks.directions)
-    randoms = np.mean(
-        [scene.evaluate(first, moved(key), shares, test).loss for key in keys], axis=0
-    )
-    return {
-        "averaging": (towards[1:3] - towards[0]).tolist(),
-        "random": (randoms[1:3] - randoms[0]).tolist(),
-        "averaging by layer": (towards[3:] - towards[0]).tolist(),
-        "random by layer": (randoms[3:] - randoms[0]).tolist(),
-    }
-
-
-def _subspace(
-    scene: Scene,
-    flags: Flags,
-    prepared: Setup,
-    trajectory: np.ndarray,
-    start: np.ndarray,
-) -> dict[str, list[float]]:
-    """Mean rise of the test loss at each of `_SIGMAS` from a model, inside the space of
-    the trajectory and outside it."""
-    test, task = scene.batches["test"], prepared.task
-
-    @jax.jit
-    def loss_at(flat: jax.Array) -> jax.Array:
-        found = task.metrics(_unflat(flat, prepared), test)
-        return found.loss / found.examples
-
-    subspace = jax.jit(connectivity.trajectory_subspace)(jnp.asarray(trajectory))
-    at_start = float(loss_at(jnp.asarray(start)))
-    keys = jax.random.split(jax.random.key(flags.run.seed + 1), flags.looks.directions)
-    found = {}
-    for name, draw in (
-        ("inside", jax.jit(connectivity.direction_inside)),
-        ("outside", jax.jit(connectivity.direction_outside)),
-    ):
-        along = [np.asarray(draw(key, subspace)) for key in keys]
-        found[name] = [
-            float(np.mean([loss_at(start + sigma * d) for d in along])) - at_start
-            for sigma in _SIGMAS
-        ]
-    return found
-
-
-def mean_barrier(
-    look: Mapping[str, Any], part: str, figure: str = "loss", split: str = "test"
-) -> np.ndarray:
-    """A part's barriers, means over pairs of clients and both models as the base."""
-    values = []
-    for name, found in look["pairs"].items():
-        if name.endswith("average"):
-            continue
-        own = found[split][figure]
-        values.append(own[part])
-        if part != "full":
-            values.append(own[f"{part}, second"])
-    return np.mean(values, axis=0)
-
-
 def write(
     out: Path,
     flags: Flags,
     prepared: Setup,
-    scene: Scene,
+    scene: looks.Scene,
     found: Mapping[str, Sequence[Mapping[str, Any]]],
-    last: Mapping[str, EndLook],
+    last: Mapping[str, looks.EndLook],
     console: Console,
     *,
     page: str,
 ) -> None:
     """Tables, pictures and the page."""
     names = scene.layers.names
-    looks = [str(look["round"]) for look in next(iter(found.values()))]
+    notices = list(prepared.notices)
+    for algorithm, taken in found.items():
+        bad = [look["round"] for look in taken if not look["pairs"]]
+        if bad:
+            notices.append(
+                f"{algorithm}: a client's model or a loss was not finite, and nothing "
+                f"is measured, at rounds {', '.join(map(str, bad))} (lower --client-lr)"
+            )
+    found = {name: [look for look in f if look["pairs"]] for name, f in found.items()}
+    found = {name: taken for name, taken in found.items() if taken}
+    if not found:
+        raise InputError(
+            "no look has finite losses; nothing can be measured (lower --client-lr)"
+        )
+    rounds = sorted({look["round"] for taken in found.values() for look in taken})
     pictures: dict[str, Path] = {}
 
     def picture(caption: str, file: str) -> Path:
@@ -618,15 +245,23 @@ def write(
 
     def by_round(part: str) -> dict[str, np.ndarray]:
         return {
-            algorithm: np.stack([mean_barrier(look, part) for look in taken], axis=1)
+            algorithm: at_rounds(
+                {look["round"]: looks.mean_barrier(look, part) for look in taken}
+            )
             for algorithm, taken in found.items()
         }
+
+    def at_rounds(by_number: Mapping[int, np.ndarray]) -> np.ndarray:
+        nothing = np.full_like(next(iter(by_number.values())), np.nan)
+        return np.stack([by_number.get(number, nothing) for number in rounds], axis=1)
+
+    columns = [str(number) for number in rounds]
 
     plots.heat(
         picture("Barrier of each layer alone (test loss)", "layerwise.png"),
         by_round("layers"),
         names,
-        looks,
+        columns,
         x="round",
         label="barrier",
         diverging=True,
@@ -641,7 +276,7 @@ def write(
             picture(f"Barrier of more and more layers, {order} (test loss)", file),
             by_round(order),
             [f"to {order_names[i]}" for i in range(number)],
-            looks,
+            columns,
             x="round",
             label="barrier",
             diverging=True,
@@ -652,9 +287,9 @@ def write(
             algorithm: {
                 order: (
                     np.arange(1, len(names) + 1),
-                    mean_barrier(taken[-1], order),
+                    looks.mean_barrier(taken[-1], order),
                 )
-                for order in ORDERS
+                for order in looks.ORDERS
             }
             for algorithm, taken in found.items()
         },
@@ -666,7 +301,7 @@ def write(
         picture("Between two clients, at the last look", "path.png"),
         {
             algorithm: {
-                pair: (_ALPHAS, content["test"]["loss"]["path"])
+                pair: (looks.ALPHAS, content["test"]["loss"]["path"])
                 for pair, content in taken[-1]["pairs"].items()
             }
             for algorithm, taken in found.items()
@@ -674,21 +309,28 @@ def write(
         x="share of the second model",
         y="test loss",
     )
-    kinds = kinds_of(scene.layers)
+    kinds = looks.kinds_of(scene.layers)
     plots.heat(
         picture("Barrier of all layers of a kind (test loss)", "kinds.png"),
         by_round("kinds"),
         list(kinds),
-        looks,
+        columns,
         x="round",
         label="barrier",
         diverging=True,
     )
     plots.heat(
         picture("How far layers have turned from their initial values", "rotation.png"),
-        {algorithm: ended.rotations for algorithm, ended in last.items()},
+        {
+            algorithm: at_rounds(
+                dict(
+                    zip(looks.usable(found[algorithm]), ended.rotations.T, strict=True)
+                )
+            )
+            for algorithm, ended in last.items()
+        },
         names,
-        looks,
+        columns,
         x="round",
         label="1 - cosine",
     )
@@ -712,7 +354,7 @@ def write(
         picture("Rise of the loss inside and outside the trajectory", "subspace.png"),
         {
             algorithm: {
-                name: (_SIGMAS, values) for name, values in ended.subspace.items()
+                name: (looks.SIGMAS, values) for name, values in ended.subspace.items()
             }
             for algorithm, ended in last.items()
         },
@@ -728,22 +370,57 @@ def write(
     if any(ended.without for ended in last.values()):
         tables.append(blocks_table(last))
     folder.write_csv(out / "barriers.csv", csv_rows(found, names))
+    folder.write_json(out / "connectivity.json", content_of(found, last, names))
     report.write_report(
         out / page,
         title=f"What averaging does layer by layer, on {prepared.dataset.name}",
-        summary=f"{flags.looks.look_clients} clients train one more round from the "
+        summary=f"{flags.looking.look_clients} clients train one more round from the "
         "model of each look. Barriers are to the mean loss of the two whole models, on "
         f"{len(scene.batches['test'].y)} test examples of all clients, means over "
         "pairs of clients and over both as the base.",
         tables=tables,
         pictures=pictures,
-        notices=prepared.notices,
+        notices=notices,
         command=setup.command_line(EXPERIMENT),
         settings=cli.to_flat(flags),
     )
     for table in tables:
         results.show(console, table)
     console.print(f"connectivity: {out / page}", soft_wrap=True)
+
+
+def content_of(
+    found: Mapping[str, Sequence[Mapping[str, Any]]],
+    last: Mapping[str, looks.EndLook],
+    names: Sequence[str],
+) -> dict[str, Any]:
+    """What the pictures show, in numbers; None for what is not finite."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: plain(inner) for name, inner in value.items()}
+        if isinstance(value, list | tuple | np.ndarray) and np.ndim(value):
+            return [plain(inner) for inner in value]
+        return lab.finite(value)
+
+    return {
+        "layers": list(names),
+        "algorithms": {
+            algorithm: {
+                "rounds": [look["round"] for look in taken],
+                "barrier": [
+                    {
+                        part: plain(looks.mean_barrier(look, part))
+                        for part in looks.PARTS
+                    }
+                    for look in taken
+                ],
+                "at_the_end": {"sigmas": list(looks.SIGMAS)}
+                | plain(last[algorithm]._asdict()),
+            }
+            for algorithm, taken in found.items()
+        },
+    }
 
 
 def barrier_table(
@@ -753,18 +430,18 @@ def barrier_table(
     rows = []
     for algorithm, taken in found.items():
         for look in taken:
-            alone = mean_barrier(look, "layers")
+            alone = looks.mean_barrier(look, "layers")
             worst = int(np.argmax(alone))
-            errors = mean_barrier(look, "full", "error")
+            errors = looks.mean_barrier(look, "full", "error")
             rows.append(
                 [
                     algorithm,
                     str(look["round"]),
-                    f"{float(mean_barrier(look, 'full')):.3f}",
+                    f"{float(looks.mean_barrier(look, 'full')):.3f}",
                     f"{100 * float(errors):.1f}",
                     f"{alone[worst]:.3f}",
                     names[worst],
-                    f"{float(mean_barrier(look, 'full', split='train')):.3f}",
+                    f"{float(looks.mean_barrier(look, 'full', split='train')):.3f}",
                 ]
             )
     header = ["algorithm", "round", "all layers", "error, %", "worst layer alone"]
@@ -776,7 +453,7 @@ def kinds_table(
     found: Mapping[str, Sequence[Mapping[str, Any]]], kinds: Sequence[str]
 ) -> report.Table:
     """Barriers of all layers of a kind at the last look, by algorithm."""
-    last = {name: mean_barrier(taken[-1], "kinds") for name, taken in found.items()}
+    last = {n: looks.mean_barrier(taken[-1], "kinds") for n, taken in found.items()}
     rows = [
         [kind, *(f"{values[i]:.3f}" for values in last.values())]
         for i, kind in enumerate(kinds)
@@ -785,7 +462,7 @@ def kinds_table(
     return report.Table(title, ["layers", *last], rows)
 
 
-def directions_table(last: Mapping[str, EndLook]) -> report.Table:
+def directions_table(last: Mapping[str, looks.EndLook]) -> report.Table:
     """Towards another client's model, against random directions of equal length."""
     rows = [
         [
@@ -800,11 +477,11 @@ def directions_table(last: Mapping[str, EndLook]) -> report.Table:
         for algorithm, ended in last.items()
     ]
     header = ["algorithm", "averaging, half", "all", "random, half", "all"]
-    header += [f"{name}, length {_SIGMAS[-2]:g}" for name in ("inside", "outside")]
+    header += [f"{name}, length {looks.SIGMAS[-2]:g}" for name in ("inside", "outside")]
     return report.Table("Rise of the test loss", header, rows)
 
 
-def blocks_table(last: Mapping[str, EndLook]) -> report.Table:
+def blocks_table(last: Mapping[str, looks.EndLook]) -> report.Table:
     """Accuracy of one client's model on all clients' data without each block."""
     most = max(len(ended.without) for ended in last.values())
     header = ["algorithm", "whole", *(f"without {i}" for i in range(most))]
@@ -823,8 +500,8 @@ def csv_rows(
     for algorithm, taken in found.items():
         for look in taken:
             for pair, content in look["pairs"].items():
-                for split in _SPLITS:
-                    for figure in _FIGURES:
+                for split in looks.SPLITS:
+                    for figure in looks.FIGURES:
                         own = content[split][figure]
                         for i, name in enumerate(names):
                             rows.append(
@@ -837,8 +514,8 @@ def csv_rows(
                                     "layer": name,
                                     "alone_in_first": own["layers"][i],
                                     "alone_in_second": own["layers, second"][i],
-                                    "up_to_it": own[ORDERS[0]][i],
-                                    "from_it_on": own[ORDERS[1]][-1 - i],
+                                    "up_to_it": own[looks.ORDERS[0]][i],
+                                    "from_it_on": own[looks.ORDERS[1]][-1 - i],
                                     "all": own["full"],
                                 }
                             )
@@ -846,10 +523,10 @@ def csv_rows(
 
 
 def _with_absolute_paths(flags: Flags) -> Flags:
-    looks = flags.looks
-    if looks.run is not None:
-        looks = replace(looks, run=str(Path(looks.run).resolve()))
-    return replace(setup.with_absolute_paths(flags), looks=looks)
+    looking = flags.looking
+    if looking.run is not None:
+        looking = replace(looking, run=str(Path(looking.run).resolve()))
+    return replace(setup.with_absolute_paths(flags), looking=looking)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -75,11 +75,8 @@ def open_lab(
     """
     given = lab_flags.out
     out = setup.new_folder(dataset.name) if given is None else Path(given)
-    if folder.open_folder(out, resume=lab_flags.resume):
-        rounds = cli.to_flat(flags).get("rounds")
-        if rounds is not None:
-            setup.note_rounds(out, rounds)
-    else:
+    is_there = folder.open_folder(out, resume=lab_flags.resume)
+    if not is_there:
         setup.write_config(out, experiment, flags)
     data = {"dataset": dataset.name, "checksum": setup.checksum(dataset)}
     saved = out / "data.json"
@@ -87,6 +84,15 @@ def open_lab(
         folder.write_json(saved, data)
     elif folder.read_json(saved) != data:
         raise InputError(f"the data is no longer that of {saved}")
+    rounds = cli.to_flat(flags).get("rounds")
+    if is_there and rounds is not None:
+        before = folder.read_json(out / "config.json")["flags"]["rounds"]
+        if rounds < before:
+            raise InputError(
+                f"rounds is {rounds}, but the run in {out} has {before}; allowed is "
+                f"{before} or more"
+            )
+        setup.note_rounds(out, rounds)
     console = launch.make_console()
     console.print(f"run folder: {out}", soft_wrap=True)
     with stop_signals() as stop_signal:
@@ -230,21 +236,24 @@ def train(
     every: int,
     observe: Callable[[SimulationState, int], None],
     first_round: int = 0,
-) -> SimulationState:
+) -> tuple[SimulationState, int]:
     """Runs rounds, and shows the state to `observe` every so many, and at the end.
+
+    Returns the state, and how often a client was left out since it was not finite.
 
     Raises:
       Interrupted: told to stop.
     """
     key = launch.replicate(jax.random.split(jax.random.key(seed))[1], trainer.mesh)
-    done = 0
+    done = left_out = 0
     while done < rounds:
         lab.check_stop()
         count = min(every - done % every, rounds - done)
-        state, _ = trainer.advance(state, data, key, first_round + done, count)
+        state, records = trainer.advance(state, data, key, first_round + done, count)
+        left_out += int((~np.asarray(records.is_finite[:count])).sum())
         done += count
         observe(state, first_round + done)
-    return state
+    return state, left_out
 
 
 def accuracy(
@@ -273,6 +282,11 @@ def unflat_params(flat: Any, like: Any) -> Any:
         for a, b, leaf in zip(bounds[:-1], bounds[1:], leaves, strict=True)
     ]
     return jax.tree.unflatten(structure, rows)
+
+
+def finite(value: Any) -> float | None:
+    """A number that JSON can hold; None for what is not finite."""
+    return float(value) if np.isfinite(value) else None
 
 
 def parse_list(name: str, text: str, convert: Callable[[str], Any]) -> list[Any]:

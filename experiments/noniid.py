@@ -59,7 +59,7 @@ class Flags:
     settings: str = "10x1,10x5,100x1,100x5"
     """Batch size x local epochs."""
     examples: int = 500
-    """Most training examples a client."""
+    """Most training examples a client, on average."""
     rounds: int = 30
     """Rounds of every training."""
     eval_every: int = 3
@@ -130,9 +130,14 @@ def run(flags: Flags) -> None:
         "classes", flags.classes, lambda word: "iid" if word == "iid" else int(word)
     )
     settings = lab.parse_list("settings", flags.settings, parse_setting)
-    shared_setting = lab.parse_list(
+    shared_settings = lab.parse_list(
         "shared setting", flags.shared_setting, parse_setting
-    )[0]
+    )
+    if len(shared_settings) > 1:
+        raise InputError(
+            f"shared setting is {flags.shared_setting!r}; allowed is one, such as 10x1"
+        )
+    shared_setting = shared_settings[0]
     betas = [0.0, *lab.parse_list("betas", flags.betas, float)]
     alphas = lab.parse_list("alphas", flags.alphas, float)
     _check(flags, betas, alphas)
@@ -364,7 +369,7 @@ def run_grid(
                 f"batch {batch_size}, {epochs} epochs, {parts.name}: EMD "
                 f"{parts.mean_emd:.2f}, accuracy {100 * last['accuracy'][-1]:.1f}% "
                 f"(central {100 * central['accuracy'][-1]:.1f}%), divergence "
-                f"{last['divergence'][-1]:.3f}"
+                f"{last['divergence'][-1] or math.nan:.3f}"
             )
         grid[batch_size, epochs] = found
     return grid
@@ -400,7 +405,7 @@ def _central(
 
     state = lab.start(trainer, flags.lab.seed)
     params.append(lab.flat_params(state.server.shared))
-    lab.train(
+    _, found["left_out"] = lab.train(
         study.lab,
         trainer,
         state,
@@ -441,8 +446,8 @@ def make_measure(
         def gradients(params: Any) -> Array:
             return noniid.class_gradients(task, params, probes, num_classes)
 
-        squares = jax.tree.map(lambda a, b: jnp.sum((a - b) ** 2), mine, central)
-        distance = jnp.sqrt(sum(jax.tree.leaves(squares)))
+        difference = jax.tree.map(jnp.subtract, mine, central)
+        distance = noniid.weight_norm(difference)
         change = jnp.linalg.norm(gradients(mine) - gradients(central), axis=1)
         return Measured(
             noniid.weight_divergence(mine, central),
@@ -505,15 +510,15 @@ def _federated(
         for name, value in {
             "rounds": rounds,
             "accuracy": lab.accuracy(trainer, state, test, train),
-            "divergence": float(measured.divergence),
-            "by_layer": measured.by_layer.tolist(),
-            "distance": float(measured.distance),
-            "lipschitz": float(measured.lipschitz.max()),
+            "divergence": lab.finite(measured.divergence),
+            "by_layer": [lab.finite(value) for value in measured.by_layer],
+            "distance": lab.finite(measured.distance),
+            "lipschitz": lab.finite(measured.lipschitz.max()),
             "log10_bound": math.log10(bound) if 0 < bound < math.inf else None,
         }.items():
             found.setdefault(name, []).append(value)
 
-    lab.train(
+    _, found["left_out"] = lab.train(
         study.lab,
         trainer,
         state,
@@ -614,7 +619,7 @@ def _with_shared(
     state = lab.start(trainer, seed)
     if len(shared) and flags.warmup_rounds:
         copies = on_device(study, "train", [shared] * flags.num_clients, study.held)
-        state = lab.train(
+        state, _ = lab.train(
             study.lab,
             trainer,
             state,
@@ -631,7 +636,7 @@ def _with_shared(
         found["rounds"].append(rounds)
         found["own"].append(lab.accuracy(trainer, state, test, train))
 
-    state = lab.train(
+    state, found["left_out"] = lab.train(
         study.lab,
         trainer,
         state,
@@ -672,7 +677,10 @@ def write(
         return {
             f"B={b}, E={e}": (
                 emds,
-                [scale * grid[b, e][parts.name][figure][-1] for parts in dealt],
+                [
+                    scale * _or_nan(grid[b, e][parts.name][figure][-1])
+                    for parts in dealt
+                ],
             )
             for b, e in settings
         }
@@ -702,7 +710,7 @@ def write(
         {
             parts.name: np.array(
                 [
-                    [np.nan if v is None else v for v in row]
+                    [_or_nan(value) for value in row]
                     for row in grid[first][parts.name]["by_layer"]
                 ]
             ).T
@@ -743,13 +751,15 @@ def write(
         flags,
         title=f"Non-IID data and averaging, on {study.pool.dataset.name}",
         summary=f"{flags.num_clients} clients, {len(study.pool.dealt)} training "
-        f"examples, {rounds} rounds. Shared data is class-balanced and held out of all "
-        "clients. The bound's constants are estimates: lambda is the change of each "
-        "class's gradient from the central to the federated model over their distance, "
-        "which is no supremum, and both constants stand still between two looks.",
+        f"examples, {rounds} rounds. Shared data has as many of each class as there "
+        "are, and is held out of all clients. The bound's constants are estimates: "
+        "lambda is the change of each class's gradient from the central to the "
+        "federated model over their distance, which is no supremum, and both constants "
+        "stand still between two looks.",
         content={
             "dataset": study.pool.dataset.name,
             "emd": {parts.name: parts.mean_emd for parts in dealt},
+            "labels": list(study.pool.dataset.class_names),
             "layers": list(study.layers.names),
             "grid": {f"{b}x{e}": grid[b, e] for b, e in settings},
             "shared": [
@@ -763,7 +773,30 @@ def write(
             shared_table(shared),
         ],
         pictures=pictures,
+        notices=[*study.pool.dataset.notices, *left_out_notices(grid, shared)],
     )
+
+
+def left_out_notices(grid: Grid, shared: Shared) -> list[str]:
+    """Says in which trainings clients were left out of averages."""
+    counts = {
+        f"B={b}, E={e}, {name}": found["left_out"]
+        for (b, e), by_name in grid.items()
+        for name, found in by_name.items()
+    } | {
+        f"{name}, beta {beta:g}, alpha {alpha:g}": found["left_out"]
+        for (name, beta, alpha), found in shared.items()
+    }
+    return [
+        f"{name}: a client's loss or update was not finite {count} times, and left out "
+        "(lower --client-lr)"
+        for name, count in counts.items()
+        if count
+    ]
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def grid_table(
@@ -778,7 +811,8 @@ def grid_table(
         for parts in dealt:
             last = found[parts.name]
             accuracy, divergence = last["accuracy"][-1], last["divergence"][-1]
-            cells.append(f"{100 * accuracy:.1f} / {divergence:.3f}")
+            shown = "-" if divergence is None else f"{divergence:.3f}"
+            cells.append(f"{100 * accuracy:.1f} / {shown}")
         rows.append(cells)
     return report.Table("FedAvg: accuracy, % / weight divergence", header, rows)
 
@@ -794,15 +828,20 @@ def bound_table(
         for parts in dealt:
             own = found[parts.name]
             ratios = [
-                "past floats"
-                if own["log10_bound"][i] is None
-                else f"{own['log10_bound'][i] - math.log10(own['distance'][i]):.1f}"
-                for i in (0, -1)
+                _looseness(own["log10_bound"][i], own["distance"][i]) for i in (0, -1)
             ]
             cells.append(" / ".join(ratios))
         rows.append(cells)
     title = "Proposition 3.1 with estimated constants: log10(bound / measured distance)"
     return report.Table(f"{title}, at the first look / at the end", header, rows)
+
+
+def _looseness(log10_bound: float | None, distance: float | None) -> str:
+    if not distance:
+        return "-"
+    if log10_bound is None:
+        return "past floats"
+    return f"{log10_bound - math.log10(distance):.1f}"
 
 
 def shared_table(shared: Shared) -> report.Table:

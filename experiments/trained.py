@@ -19,7 +19,13 @@ from fedjax_tp.io import checkpoints, client_store
 from fedjax_tp.simulation.rounds import SimulationState, init_state
 from fedjax_tp.types import Array, InputError, Params
 
-_EXPERIMENTS = ("fedtp", "attention_personalization", "compare/group")
+_EXPERIMENTS = (
+    "fedtp",
+    "attention_personalization",
+    "communication",
+    "connectivity",
+    "compare/group",
+)
 """Whose run folders hold the clients that their flags describe."""
 
 
@@ -67,7 +73,11 @@ def load(run: Path, name: str, mesh: Mesh) -> Trained:
     seeds = flags.run.seeds
     one_seed = replace(flags.run, seeds=1)
     prepared = setup.make_setup(flags.data, flags.model, flags.training, one_seed, mesh)
-    algorithm = algorithms.build(name, setup.make_setting(flags, prepared))
+    setting = setup.make_setting(flags, prepared)
+    if seeds > 1:
+        # As it was trained: see `make_setting`.
+        setting = setting._replace(label_counts=None)
+    algorithm = algorithms.build(name, setting)
     if algorithm.adapt is not None or algorithm.predict is not None:
         raise InputError(
             f"algorithm is {name!r}, whose clients adapt their model before they use "

@@ -234,7 +234,7 @@ def _of_vit(
         test_capacity=len(dataset.y_test),
         max_rounds=1,
     )
-    state = lab.train(
+    state, _ = lab.train(
         place,
         trainer,
         lab.start(trainer, flags.lab.seed),

@@ -119,8 +119,9 @@ class MethodConfig:
       layca_lr: fedavg_layca: tangent of the angle by which kernels turn in a step.
       rtfa_lambda: RTFA: pull of the fine-tuned model to the averaged one.
       partial_layers: partial: a regular expression, found in the paths of what is
-        averaged.
-      edges: hierarchical: edges between clients and cloud.
+        averaged (queries, keys and values are one parameter, qkv).
+      edges: hierarchical: edges between clients and cloud. Their clients balance
+        classes, or with several seeds, whose partitions differ, are taken in turns.
       cloud_every: hierarchical: rounds between two averages at the cloud.
       graph: decentralized: ring, torus or regular (random).
       graph_degree: decentralized: neighbours of a client in the regular graph.
@@ -285,7 +286,9 @@ def _fedtp_rod(setting: Setting) -> Algorithm:
 
 def _hierarchical(setting: Setting) -> Algorithm:
     method, counts = setting.method, setting.label_counts
-    edges = min(method.edges, setting.num_clients)
+    edges = method.edges
+    if edges > setting.num_clients:
+        raise InputError(f"edges is {edges}; allowed is 1 to {setting.num_clients}")
     if counts is None:
         # Nothing is known of their classes: in turns.
         edge_of = np.arange(setting.num_clients) % edges
@@ -396,7 +399,8 @@ WRAPPERS: dict[str, Callable[[Algorithm, Setting], Algorithm]] = {
     "ema": lambda a, s: exponential_mean(a, decay=s.method.ema_decay),
 }
 """What may stand behind any name, with `_` before it: `fedavg_median`, and one behind
-another: `fedtp_topk_ema`. What is done to a client's update comes first."""
+another: `fedtp_topk_ema`. First a codec, then `_ima`, then a robust aggregate, then
+what is only used: `_last`, `_ema`, `_knn`."""
 
 
 def _with_knn(algorithm: Algorithm, setting: Setting) -> Algorithm:

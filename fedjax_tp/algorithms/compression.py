@@ -184,7 +184,7 @@ def topk(share: float) -> Codec:
 
     def count(size: int) -> int:
         # The small term keeps 0.07 * 100, which floats make 7.000...1, at 7.
-        return min(size, math.ceil(share * size - 1e-9))
+        return min(size, max(1, math.ceil(share * size - 1e-9)))
 
     def encode(key: PRNGKey, values: Array) -> Largest:
         _, places = jax.lax.top_k(jnp.abs(values), count(values.size))

@@ -12,14 +12,16 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from fedjax_tp import tree
 from fedjax_tp.algorithms.base import (
     Algorithm,
     Carry,
     Message,
     ServerState,
     Update,
+    update_shapes,
 )
-from fedjax_tp.types import Array, Bool, Float, Int, Tree
+from fedjax_tp.types import Array, Bool, Float, InputError, Int, Tree
 
 Aggregate = Callable[[Tree, Float[Array, " cohort"]], Tree]
 """`(stacked, weights) -> one tree`; a row of weight 0 does not count."""
@@ -35,7 +37,15 @@ def with_aggregate(algorithm: Algorithm, name: str, aggregate: Aggregate) -> Alg
       algorithm: any that averages something.
       name: of the result.
       aggregate: of the part of the updates that would be averaged.
+
+    Raises:
+      InputError: the algorithm averages nothing.
     """
+    if not jax.tree.leaves(update_shapes(algorithm).mean):
+        raise InputError(
+            f"{name}: {algorithm.name} averages nothing on the server that could be "
+            "aggregated in another way"
+        )
 
     def client_finish(message: Message, carry: Carry) -> Update:
         update = algorithm.client_finish(message, carry)
@@ -54,7 +64,11 @@ def with_aggregate(algorithm: Algorithm, name: str, aggregate: Aggregate) -> Alg
         )
 
     return algorithm._replace(
-        name=name, client_finish=client_finish, server_update=server_update
+        name=name,
+        client_finish=client_finish,
+        server_update=server_update,
+        # The update is built another way now: codecs come before.
+        reference=None,
     )
 
 
@@ -86,6 +100,8 @@ def trimmed_mean(
     number = jnp.sum(counts)
     # The small term keeps 0.29 * 100, which floats make 28.999..., at 29.
     cut = jnp.floor(share * number + 1e-4).astype(jnp.int32)
+    # One is left at least, whatever floats make of a share just below 1/2.
+    cut = jnp.minimum(cut, (number - 1) // 2)
     place = jnp.arange(len(weights))
     is_kept = (place >= cut) & (place < number - cut)
 
@@ -106,10 +122,8 @@ def geometric_median(stacked: Tree, weights: Float[Array, " cohort"]) -> Tree:
 
     def mean_with(shares: Float[Array, " cohort"]) -> Tree:
         total = jnp.maximum(shares.sum(), jnp.finfo(shares.dtype).tiny)
-        return jax.tree.map(
-            lambda leaf: jnp.tensordot(shares / total, leaf, axes=1).astype(leaf.dtype),
-            stacked,
-        )
+        sums = tree.weighted_sums(stacked, (shares / total)[None])
+        return jax.tree.map(lambda leaf: leaf[0], sums)
 
     def step(_: Array, center: Tree) -> Tree:
         squares = jax.tree.map(

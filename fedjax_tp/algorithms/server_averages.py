@@ -4,6 +4,7 @@ Iterative moving average: Zhou et al. 2024 (IEEE TMC, arXiv 2305.07845), FedIMA.
 Averages of checkpoints are used for inference alone: training goes on from the last.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from fedjax_tp.algorithms.base import (
     message_for_use,
     update_shapes,
 )
-from fedjax_tp.types import Array, Float, Int, PRNGKey, Tree
+from fedjax_tp.types import Array, Float, InputError, Int, PRNGKey, Tree
 
 
 class WithBuffer(NamedTuple):
@@ -49,8 +50,21 @@ def iterative_moving_average(
       algorithm: any; its averaged part is what is averaged over rounds too.
       window: aggregates in the mean.
       start: the first round, counted from 1, whose mean is adopted.
+
+    Raises:
+      InputError: the algorithm averages nothing, or more than a model.
     """
     shapes = update_shapes(algorithm)
+    if not jax.tree.leaves(shapes.mean):
+        raise InputError(
+            f"{algorithm.name}_ima: {algorithm.name} averages nothing on the server; "
+            "behind a robust aggregate, _ima comes first (fedavg_ima_median)"
+        )
+    if algorithm.reference is not None:
+        raise InputError(
+            f"{algorithm.name}_ima: what {algorithm.name} averages is more than a "
+            "model, and must not be averaged over rounds"
+        )
 
     def init(key: PRNGKey) -> WithBuffer:
         return WithBuffer(
@@ -80,7 +94,11 @@ def mean_of_last(algorithm: Algorithm, *, window: int) -> Algorithm:
     Args:
       algorithm: any; all numbers of its server's state are averaged.
       window: states in the mean.
+
+    Raises:
+      InputError: nothing of the server's state comes to clients.
     """
+    _check_sends_something(algorithm, "last")
     shapes = jax.eval_shape(algorithm.init, jax.random.key(0))
 
     def init(key: PRNGKey) -> WithBuffer:
@@ -130,7 +148,11 @@ def exponential_mean(algorithm: Algorithm, *, decay: float) -> Algorithm:
     Args:
       algorithm: any; all numbers of its server's state are averaged.
       decay: 0 uses the newest state alone.
+
+    Raises:
+      InputError: nothing of the server's state comes to clients.
     """
+    _check_sends_something(algorithm, "ema")
 
     def init(key: PRNGKey) -> WithAverage:
         inner = algorithm.init(key)
@@ -146,7 +168,10 @@ def exponential_mean(algorithm: Algorithm, *, decay: float) -> Algorithm:
         inner = algorithm.server_update(state.inner, ids, update, weights)
         count = state.seen + 1
         # Of t states the newest has (1 - d) / (1 - d^t): all weights sum to 1.
-        share = (1 - decay) / (1 - decay ** count.astype(jnp.float32))
+        # expm1, since 1 - d^t of a d near 1 has no digits left in float32.
+        share = jnp.ones(())
+        if decay > 0:
+            share = (1 - decay) / -jnp.expm1(count * math.log(decay))
         average = jax.tree.map(
             lambda old, new: old + share.astype(old.dtype) * (new - old),
             state.average,
@@ -162,6 +187,18 @@ def exponential_mean(algorithm: Algorithm, *, decay: float) -> Algorithm:
 
     named = _on_inner(algorithm, f"{algorithm.name}_ema", init, server_update)
     return named._replace(broadcast_for_use=used)
+
+
+def _check_sends_something(algorithm: Algorithm, suffix: str) -> None:
+    def sent(key: PRNGKey) -> Message:
+        state = algorithm.init(key)
+        return message_for_use(algorithm, state, jnp.zeros(1, jnp.int32))
+
+    if not jax.tree.leaves(jax.eval_shape(sent, jax.random.key(0))):
+        raise InputError(
+            f"{algorithm.name}_{suffix}: clients of {algorithm.name} are sent nothing "
+            "that could be averaged over rounds"
+        )
 
 
 def _on_inner(

@@ -133,7 +133,7 @@ def layer_norms(params: Params, layers: Layers) -> Float[Array, " layers"]:
 def layer_cosines(
     first: Params, second: Params, layers: Layers
 ) -> Float[Array, " layers"]:
-    """The cosine between two models' layers, one after another; 1 where both are 0."""
+    """The cosine between two models' layers, one after another; 1 where one is 0."""
     dots = layer_sums(jax.tree.map(jnp.multiply, first, second), layers)
     lengths = layer_norms(first, layers) * layer_norms(second, layers)
     return jnp.where(lengths > 0, dots / jnp.where(lengths > 0, lengths, 1.0), 1.0)

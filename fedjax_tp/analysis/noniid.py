@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_tp import tree
 from fedjax_tp.analysis.layers import Layers, layer_norms
-from fedjax_tp.models.task import Task
+from fedjax_tp.models.task import Task, is_statistic
 from fedjax_tp.types import Array, Batch, Float, InputError, Int, Params
 
 Distribution = Float[np.ndarray, "*#clients classes"]
@@ -118,9 +119,9 @@ def heterogeneity(counts: Counts) -> Heterogeneity:
 
 
 def weight_divergence(federated: Params, central: Params) -> Float[Array, ""]:
-    """|w_fed - w_central| / |w_central| over all parameters."""
+    """|w_fed - w_central| / |w_central| over all weights, running statistics apart."""
     difference = jax.tree.map(jnp.subtract, federated, central)
-    return _norm(difference) / _norm(central)
+    return weight_norm(difference) / weight_norm(central)
 
 
 def weight_divergence_by_layer(
@@ -134,7 +135,9 @@ def weight_divergence_by_layer(
     return jnp.where(norms > 0, ratio, jnp.where(difference > 0, jnp.inf, 0.0))
 
 
-def _norm(params: Params) -> Float[Array, ""]:
+def weight_norm(params: Params) -> Float[Array, ""]:
+    """The Euclidean norm of all weights, running statistics apart."""
+    _, params = tree.split(params, is_statistic)
     return jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params)))
 
 
@@ -178,7 +181,8 @@ def divergence_bound(
 def class_gradients(
     task: Task, params: Params, batch: Batch, num_classes: int
 ) -> Float[Array, "classes parameters"]:
-    """Gradient of each class's mean loss over a batch, flat; 0 for an absent class.
+    """Gradient of each class's mean loss over a batch by the weights, flat; 0 for an
+    absent class.
 
     Args:
       task: model and loss; without dropout.
@@ -187,9 +191,15 @@ def class_gradients(
       num_classes: as many gradients.
     """
 
+    statistics, weights = tree.split(params, is_statistic)
+
     def of_class(label: Array) -> Array:
         own = batch._replace(mask=batch.mask & (batch.y == label))
-        gradient = jax.grad(lambda p: task.loss_of(task.apply(p, own.x), own))(params)
+
+        def loss(weights: Params) -> Array:
+            return task.loss_of(task.apply(tree.merge(weights, statistics), own.x), own)
+
+        gradient = jax.grad(loss)(weights)
         return jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(gradient)])
 
     return jax.lax.map(of_class, jnp.arange(num_classes))

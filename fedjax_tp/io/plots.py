@@ -544,8 +544,10 @@ def heat(
       label: of the colours.
       diverging: colours that tell negative from positive.
     """
-    largest = max(float(np.nanmax(np.abs(found))) for found in panels.values()) or 1.0
-    lowest = -largest if diverging else min(0.0, *(m.min() for m in panels.values()))
+    shown = np.concatenate([np.ravel(found) for found in panels.values()])
+    shown = shown[np.isfinite(shown)]
+    largest = float(np.abs(shown).max(initial=0.0)) or 1.0
+    lowest = -largest if diverging else float(shown.min(initial=0.0))
     width = 0.32 * len(columns) + 1.2
     figure, axes = plt.subplots(
         1,

@@ -175,6 +175,50 @@ def test_one_bad_client_moves_the_mean_alone(small_task):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
+        ("fedavg_median_ima", "_ima comes first"),
+        ("local_ima", "local averages nothing"),
+        ("hierarchical_median", "hierarchical averages nothing on the server"),
+        ("decentralized_trimmed", "averages nothing"),
+        ("local_ema", "clients of local are sent nothing"),
+        ("local_last", "clients of local are sent nothing"),
+        ("scaffold_ima", "more than a model"),
+        ("scaffold_median_sign", "cannot be compressed"),
+    ],
+)
+def test_what_would_change_nothing_is_refused(small_task, name, said):
+    with pytest.raises(InputError, match=said):
+        algorithms.build(name, Setting(small_task, 3))
+
+
+def test_a_moving_average_of_medians():
+    algorithm = algorithms.build(
+        "fedavg_ima_median",
+        Setting(TASK, 3, method=MethodConfig(ima_window=2, ima_start=1)),
+    )
+    state = algorithm.init(KEY)
+    for rows in ([1.0, 2.0, 50.0], [4.0, 3.0, 90.0]):
+        update = Update(None, ({"w": jnp.array(rows)}, None), None, {})
+        weights = jnp.full(3, 1 / 3)
+        state = algorithm.server_update(state, jnp.arange(3), update, weights)
+    sent = algorithm.broadcast(state, jnp.array([0])).shared["w"]
+    assert float(sent) == pytest.approx((2 + 4) / 2)
+
+
+def test_somebody_is_left_when_all_but_half_are_cut():
+    rows = {"a": jnp.arange(10.0)}
+    found = trimmed_mean(rows, jnp.full(10, 0.1), share=0.49999)
+    assert float(found["a"]) == pytest.approx(4.5)
+
+
+def test_a_decay_near_one_still_has_weights_that_sum_to_one():
+    _, used = after_each("fedavg_ema", MethodConfig(ema_decay=0.9999999))
+    means = [np.mean(AGGREGATES[: i + 1]) for i in range(5)]
+    assert used == pytest.approx(means, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
         ("fedavg_what", "unknown algorithm 'fedavg_what'; allowed are"),
         ("ema", "unknown algorithm 'ema'"),
         ("fedavg_ema, fedavg_ema", "each once"),

@@ -57,6 +57,8 @@ def test_edges_of_two_classes_get_both():
     assert found[2] != found[3]
     with pytest.raises(InputError, match="edges is 5; allowed is 1 to 4"):
         assign_edges(counts, 5)
+    with pytest.raises(InputError, match="edges is 5; allowed is 1 to 2"):
+        algorithms.build("hierarchical", Setting(TASK, 2, method=MethodConfig(edges=5)))
 
 
 def test_edges_average_every_round_and_the_cloud_sometimes():

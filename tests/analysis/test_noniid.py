@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from fedjax_tp.algorithms import ClientOptimizer, fedavg
 from fedjax_tp.analysis import noniid
 from fedjax_tp.analysis.layers import layers_of
+from fedjax_tp.models import task as tasks
+from fedjax_tp.models.cnn import LeNet
 from fedjax_tp.types import Batch, InputError
 from tests.algorithms.test_algorithms import quadratic_task
 from tests.algorithms.test_baselines import rounds
@@ -214,6 +216,25 @@ def test_divergence_by_layer(vit_task):
     place = layers.names.index("patch_embedding")
     assert found[place] == pytest.approx(0.5, abs=1e-6)
     assert np.delete(found, place).max() == 0
+
+
+def test_running_statistics_are_no_weights():
+    task = tasks.classification(LeNet(3, batch_norm=True), (8, 8, 1))
+    params = jax.jit(task.init)(jax.random.key(0))
+    moved = {
+        **params,
+        "batch_stats": jax.tree.map(lambda leaf: leaf + 9.0, params["batch_stats"]),
+    }
+    assert float(noniid.weight_divergence(moved, params)) == 0
+    weights = sum(
+        leaf.size
+        for name, part in params.items()
+        if name != "batch_stats"
+        for leaf in jax.tree.leaves(part)
+    )
+    batch = Batch(jnp.ones((3, 8, 8, 1)), jnp.arange(3), jnp.ones(3, bool))
+    found = jax.jit(lambda p: noniid.class_gradients(task, p, batch, 3))(params)
+    assert found.shape == (3, weights)
 
 
 def test_gradients_class_by_class(small_task):

@@ -49,16 +49,22 @@ def test_looks_along_a_run(tmp_path, capsys):
         assert set(look["pairs"]) == {"0 and 1", "0 and average"}
         own = look["pairs"]["0 and 1"]["test"]["loss"]
         # All layers, in whatever order: the whole barrier, and from both sides.
-        for order in experiment.ORDERS:
+        for order in looks.ORDERS:
             for name in (order, f"{order}, second"):
                 assert own[name][-1] == pytest.approx(own["full"], abs=1e-5)
-        # No layer: half the difference of the two models.
-        half = (own["path"][0] - own["path"][-1]) / 2
-        first = np.array(own["layers"])
         assert own["path"][2] - np.mean([own["path"][0], own["path"][-1]]) == (
             pytest.approx(own["full"], abs=1e-6)
         )
-        assert np.abs(first - half).max() < np.abs(own["full"]) + 1
+        # The first layer alone is where more and more layers begin.
+        assert own["layers"][0] == pytest.approx(own["shallow to deep"][0], abs=1e-6)
+        assert own["layers"][-1] == pytest.approx(own["deep to shallow"][0], abs=1e-6)
+    ended = json.loads((out / "connectivity.json").read_text())
+    ended = ended["algorithms"]["fedavg"]
+    assert ended["rounds"] == [0, 1, 2]
+    turned = np.array(ended["at_the_end"]["rotations"])
+    # One local training turns little, three more.
+    assert turned.shape == (13, 3)
+    assert 0 < turned[:, 0].mean() < turned[:, 2].mean() < 0.5
     rows = list(csv.DictReader((out / "barriers.csv").open()))
     assert len(rows) == 3 * 2 * 2 * 2 * 13
     printed = capsys.readouterr().out
@@ -76,12 +82,38 @@ def test_looks_along_a_run(tmp_path, capsys):
     assert (again / "barriers.csv").read_bytes() == (out / "barriers.csv").read_bytes()
 
 
+def test_batch_normalization_and_personal_starts(tmp_path):
+    out = tmp_path / "cnn"
+    cnn = ["--model", "cnn_bn", "--rounds", "1"]
+    assert experiment.main(["--out", str(out), *TINY, *cnn]) == 0
+    ended = json.loads((out / "connectivity.json").read_text())["algorithms"]["fedavg"]
+    for values in ended["at_the_end"]["subspace"].values():
+        assert None not in values
+    assert ended["at_the_end"]["without"] == []
+
+    out = tmp_path / "fedtp"
+    fedtp_flags = "--algorithms fedtp --rounds 1 --hypernetwork.hidden 8"
+    assert experiment.main(["--out", str(out), *TINY, *shlex.split(fedtp_flags)]) == 0
+    ended = json.loads((out / "connectivity.json").read_text())["algorithms"]["fedtp"]
+    # From what the hypernetwork emitted at first: one local training turns little.
+    assert max(row[0] for row in ended["at_the_end"]["rotations"]) < 0.3
+
+
+def test_clients_that_diverge_are_named(tmp_path, capsys):
+    out = tmp_path / "run"
+    flags = ["--client-lr", "1e30", "--model", "cnn", "--rounds", "1"]
+    assert experiment.main(["--out", str(out), *TINY, *flags]) == 2
+    error = capsys.readouterr().err
+    assert "no look has finite losses" in error
+    assert (out / "report.html").is_file()
+
+
 def test_a_look_at_a_run_that_is_there(tmp_path, capsys):
     trained, out = tmp_path / "trained", tmp_path / "look"
     few = shlex.split("--algorithms fedavg --rounds 2 --eval-every 2")
     assert fedtp.main(["--out", str(trained), *MODEL, *few]) == 0
     look = ["--run", str(trained), "--algorithms", "fedavg", "--look-clients", "2"]
-    look += shlex.split("--look-examples 32 --directions 2 --devices 1")
+    look += shlex.split("--look-examples 32 --directions 2")
     assert experiment.main(["--out", str(out), *look]) == 0
     content = json.loads((out / "summary.json").read_text())
     assert content["looks"]["fedavg"][0]["round"] == 2
@@ -100,8 +132,8 @@ def test_a_look_at_a_run_that_is_there(tmp_path, capsys):
         ("--look-clients 8", "look clients is 8; allowed is 2 to 6"),
         ("--look-examples 0", "look examples is 0"),
         ("--seeds 2", "seeds is 2; allowed is 1"),
-        ("--algorithms ditto", "'ditto', whose clients train more than one model"),
-        ("--algorithms scaffold", "'scaffold', whose clients train more than"),
+        ("--algorithms ditto", "'ditto', whose clients do not train one model"),
+        ("--algorithms scaffold", "'scaffold', whose clients do not train one"),
         ("--kept-on-host yes", "needs what clients keep on the device"),
         ("--run nowhere", "nowhere is no run folder (no config.json)"),
     ],

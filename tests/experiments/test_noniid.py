@@ -68,9 +68,21 @@ def test_a_run_and_what_is_done_again(tmp_path, capsys, monkeypatch):
 
     assert experiment.main(["--out", str(out), *TINY]) == 2
     assert "is not empty" in capsys.readouterr().err
+    fewer = ["--out", str(out), "--resume", "--rounds", "1"]
+    assert experiment.main(fewer) == 2
+    assert "allowed is 2 or more" in capsys.readouterr().err
     changed = ["--out", str(out), "--resume", "--client-lr", "0.3"]
     assert experiment.main(changed) == 2
     assert "--client-lr is 0.3, but the run" in capsys.readouterr().err
+
+
+def test_a_step_size_that_is_too_large_still_ends(tmp_path, capsys):
+    out = tmp_path / "run"
+    flags = ["--client-lr", "1e30", "--classes", "2", "--model", "cnn"]
+    assert experiment.main(["--out", str(out), *TINY, *flags]) == 0
+    assert "was not finite" in capsys.readouterr().out
+    grid = json.loads((out / "summary.json").read_text())["grid"]["10x1"]
+    assert grid["2 classes"]["left_out"] == 10
 
 
 @pytest.mark.parametrize(
@@ -81,6 +93,7 @@ def test_a_run_and_what_is_done_again(tmp_path, capsys, monkeypatch):
         ("--classes 11", "classes per client is 11"),
         ("--settings 10", "settings is '10'"),
         ("--settings 0x1", "settings is '0x1'"),
+        ("--shared-setting 10x1,5x1", "allowed is one, such as 10x1"),
         ("--betas 0.5", "betas is 0.5; allowed is 0 < beta <= 0.25"),
         ("--alphas 0", "alphas is 0; allowed is 0 < alpha <= 1"),
         ("--rounds 0", "rounds is 0; allowed is 1 or more"),
