@@ -10,6 +10,7 @@ import pytest
 
 from experiments import connectivity as experiment
 from experiments import fedtp
+from experiments.looks import ORDERS
 
 MODEL = shlex.split(
     "--num-clients 6 --dim 8 --depth 1 --heads 2 --head-dim 4 --mlp-dim 8 "
@@ -49,7 +50,7 @@ def test_looks_along_a_run(tmp_path, capsys):
         assert set(look["pairs"]) == {"0 and 1", "0 and average"}
         own = look["pairs"]["0 and 1"]["test"]["loss"]
         # All layers, in whatever order: the whole barrier, and from both sides.
-        for order in looks.ORDERS:
+        for order in ORDERS:
             for name in (order, f"{order}, second"):
                 assert own[name][-1] == pytest.approx(own["full"], abs=1e-5)
         assert own["path"][2] - np.mean([own["path"][0], own["path"][-1]]) == (
