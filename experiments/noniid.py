@@ -212,7 +212,7 @@ def make_pool(flags: Flags, dataset: catalog.Dataset, most_shared: float) -> Poo
     """Holds a fifth of the training examples out, and takes as many as are wanted.
 
     Raises:
-      InputError: what is held out is less than what would be shared.
+      InputError: nothing could be held out.
     """
     rng = np.random.default_rng(flags.lab.seed)
     by_class = [
@@ -221,17 +221,19 @@ def make_pool(flags: Flags, dataset: catalog.Dataset, most_shared: float) -> Poo
     ]
     held = [part[: len(part) // _HELD_OUT] for part in by_class]
     rest = [part[len(part) // _HELD_OUT :] for part in by_class]
-    wanted = flags.num_clients * flags.examples
-    share = min(1.0, wanted / sum(map(len, rest)))
-    dealt = np.sort(np.concatenate([p[: round(share * len(p))] for p in rest]))
-    # In turns, so that every beginning of it has as many of each class as can be.
-    shareable = _in_turns(held)
-    if most_shared * len(dealt) > len(shareable):
+    if not any(map(len, held)):
         raise InputError(
-            f"beta {most_shared} would share {math.ceil(most_shared * len(dealt))} "
-            f"examples; {len(shareable)} are held out; lower --betas or --examples"
+            f"{dataset.name} has {len(dataset.y_train)} training examples, of which "
+            "none could be held out and shared; a class needs 5 or more"
         )
-    return Pool(dataset, dealt, shareable)
+    # So that the largest shared set is there: a fifth is a quarter of the rest, less
+    # what is rounded.
+    most = int(sum(map(len, held)) / most_shared)
+    wanted = min(flags.num_clients * flags.examples, most)
+    share = min(1.0, wanted / sum(map(len, rest)))
+    dealt = np.sort(np.concatenate([p[: int(share * len(p))] for p in rest]))
+    # In turns, so that every beginning of it has as many of each class as can be.
+    return Pool(dataset, dealt, _in_turns(held))
 
 
 def _in_turns(parts: Sequence[np.ndarray]) -> np.ndarray:
