@@ -477,6 +477,45 @@ def partial_personalization(
     )
 
 
+def of_whole_models(
+    name: str,
+    task: Task,
+    optimizer: ClientOptimizer,
+    *,
+    init: Callable[[PRNGKey], ServerState],
+    models: Callable[[ServerState, Int[Array, " cohort"]], Params],
+    server_update: Callable[..., ServerState],
+) -> Algorithm:
+    """Each client is sent a whole model of its own, trains it, and sends it back.
+
+    Args:
+      name: of the algorithm.
+      task: model and loss.
+      optimizer: of local training.
+      init: the state of whoever averages.
+      models: `(state, ids)`: the models of some clients, stacked.
+      server_update: `Algorithm.server_update`; trained models are `update.personal`.
+    """
+    sgd_step = client_sgd(optimizer)
+
+    def client_finish(message: Message, carry: LocalCarry) -> Update:
+        return Update(None, carry.params, None, training_metrics(carry))
+
+    return Algorithm(
+        name=name,
+        init=init,
+        init_kept=lambda state: None,
+        broadcast=lambda state, ids: Message(None, models(state, ids)),
+        client_start=lambda message, kept, key: start_training(
+            message.personal, sgd_step, key
+        ),
+        client_step=training_step(task, sgd_step),
+        client_finish=client_finish,
+        server_update=server_update,
+        client_params=lambda message, kept: message.personal,
+    )
+
+
 def message_for_use(
     algorithm: Algorithm, state: ServerState, ids: Int[Array, " cohort"]
 ) -> Message:

@@ -19,16 +19,11 @@ from fedjax_tp import tree
 from fedjax_tp.algorithms.base import (
     Algorithm,
     ClientOptimizer,
-    LocalCarry,
-    Message,
     Update,
-    client_sgd,
-    start_training,
-    training_metrics,
-    training_step,
+    of_whole_models,
 )
 from fedjax_tp.models.task import Task
-from fedjax_tp.types import Array, Bool, Float, InputError, Int, Params, PRNGKey, Tree
+from fedjax_tp.types import Array, Bool, Float, InputError, Int, Params, PRNGKey
 
 GRAPHS = ("ring", "torus", "regular")
 _MOST_CLIENTS = 4096
@@ -61,15 +56,11 @@ def decentralized(
         raise InputError(f"adjacency is {adjacency.shape}; allowed is a square matrix")
     if (adjacency != adjacency.T).any() or adjacency.diagonal().any():
         raise InputError("adjacency must be symmetric, with nobody its own neighbour")
-    sgd_step = client_sgd(optimizer)
     num_clients = len(adjacency)
     neighbours = jnp.asarray(adjacency)
 
     def init(key: PRNGKey) -> DecentralizedState:
         return DecentralizedState(tree.stack_copies(task.init(key), num_clients))
-
-    def client_start(message: Message, kept: Tree, key: PRNGKey) -> LocalCarry:
-        return start_training(message.personal, sgd_step, key)
 
     def server_update(
         state: DecentralizedState,
@@ -82,18 +73,13 @@ def decentralized(
         mixing = metropolis_weights(neighbours, active)
         return DecentralizedState(tree.weighted_sums(trained, mixing))
 
-    return Algorithm(
-        name="decentralized",
+    return of_whole_models(
+        "decentralized",
+        task,
+        optimizer,
         init=init,
-        init_kept=lambda state: None,
-        broadcast=lambda state, ids: Message(None, tree.take(state.models, ids)),
-        client_start=client_start,
-        client_step=training_step(task, sgd_step),
-        client_finish=lambda message, carry: Update(
-            None, carry.params, None, training_metrics(carry)
-        ),
+        models=lambda state, ids: tree.take(state.models, ids),
         server_update=server_update,
-        client_params=lambda message, kept: message.personal,
     )
 
 

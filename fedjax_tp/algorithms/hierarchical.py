@@ -14,16 +14,11 @@ from fedjax_tp import tree
 from fedjax_tp.algorithms.base import (
     Algorithm,
     ClientOptimizer,
-    LocalCarry,
-    Message,
     Update,
-    client_sgd,
-    start_training,
-    training_metrics,
-    training_step,
+    of_whole_models,
 )
 from fedjax_tp.models.task import Task
-from fedjax_tp.types import Array, Float, InputError, Int, Params, PRNGKey, Tree
+from fedjax_tp.types import Array, Float, InputError, Int, Params, PRNGKey
 
 
 class HierarchicalState(NamedTuple):
@@ -54,7 +49,6 @@ def hierarchical(
       cloud_every: rounds between two averages at the cloud; with 1, this is FedAvg
         whose edges count by `edge_weights` whoever was sampled.
     """
-    sgd_step = client_sgd(optimizer)
     num_edges = len(edge_weights)
     of_client = jnp.asarray(edge_of)
     at_cloud = jnp.asarray(edge_weights / edge_weights.sum(), jnp.float32)
@@ -65,9 +59,6 @@ def hierarchical(
 
     def edges_of(ids: Int[Array, " cohort"]) -> Int[Array, " cohort"]:
         return of_client.at[ids].get(mode="clip")
-
-    def client_start(message: Message, kept: Tree, key: PRNGKey) -> LocalCarry:
-        return start_training(message.personal, sgd_step, key)
 
     def server_update(
         state: HierarchicalState,
@@ -89,20 +80,13 @@ def hierarchical(
         )
         return HierarchicalState(edges, rounds)
 
-    return Algorithm(
-        name="hierarchical",
+    return of_whole_models(
+        "hierarchical",
+        task,
+        optimizer,
         init=init,
-        init_kept=lambda state: None,
-        broadcast=lambda state, ids: Message(
-            None, tree.take(state.edges, edges_of(ids))
-        ),
-        client_start=client_start,
-        client_step=training_step(task, sgd_step),
-        client_finish=lambda message, carry: Update(
-            None, carry.params, None, training_metrics(carry)
-        ),
+        models=lambda state, ids: tree.take(state.edges, edges_of(ids)),
         server_update=server_update,
-        client_params=lambda message, kept: message.personal,
     )
 
 
