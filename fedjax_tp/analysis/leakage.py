@@ -5,6 +5,7 @@ read off its gradient; behind other layers an image is sought whose gradient poi
 same way. For audits of one's own federations.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -96,6 +97,7 @@ def reconstruct(
     image_shape: tuple[int, int, int],
     key: PRNGKey,
     attack: Attack,
+    seen: Callable[[Params], Params] = lambda gradient: gradient,
 ) -> Reconstruction:
     """Images whose gradient points where the target does: min 1 - cos + s TV(x), boxed.
 
@@ -110,12 +112,15 @@ def reconstruct(
       image_shape: height, width, channels.
       key: draws the images to begin with.
       attack: see there.
+      seen: the part of a gradient that the attacker sees.
     """
+    target = seen(target)
     mask = jnp.ones(labels.shape, bool)
 
     def gradient(images: Array) -> Params:
         batch = Batch(images, labels, mask)
-        return jax.grad(lambda p: task.loss_of(task.apply(p, images), batch))(params)
+        of_params = jax.grad(lambda p: task.loss_of(task.apply(p, images), batch))
+        return seen(of_params(params))
 
     def objective(images: Array) -> Array:
         smooth = attack.smoothness * total_variation(images)

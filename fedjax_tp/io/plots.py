@@ -645,3 +645,35 @@ def bars(
         panel.legend(fontsize=8, frameon=False, ncols=len(found))
         _plain(panel)
     _save(figure, path)
+
+
+def image_rows(
+    path: Path,
+    rows: Mapping[str, Float[np.ndarray, "images height width channels"]],
+    span: tuple[float, float],
+) -> None:
+    """Images side by side, a labelled row each.
+
+    Args:
+      path: of the PNG.
+      rows: as many images in each.
+      span: the values of black and white.
+    """
+    columns = len(next(iter(rows.values())))
+    figure, axes = plt.subplots(
+        len(rows),
+        columns,
+        figsize=(0.9 * columns + 2.6, 0.9 * len(rows)),
+        squeeze=False,
+        layout="constrained",
+    )
+    low, high = span
+    for line, (label, images) in zip(axes, rows.items(), strict=True):
+        for axis, image in zip(line, images, strict=True):
+            shown = np.clip((image - low) / ((high - low) or 1.0), 0, 1)
+            shown = shown[..., 0] if shown.shape[-1] != 3 else shown
+            axis.imshow(shown, cmap="gray", vmin=0, vmax=1)
+            axis.set_xticks([])
+            axis.set_yticks([])
+        line[0].set_ylabel(label, rotation=0, ha="right", va="center", fontsize=8)
+    _save(figure, path)
