@@ -51,7 +51,7 @@ DEFAULTS = Flags(
     training=TrainingFlags(
         algorithms="local,fedavg,fedtp", rounds=30, local_epochs=1, sample_fraction=1.0
     ),
-    run=RunFlags(eval_every=10),
+    run=RunFlags(eval_every=15),
 )
 
 
