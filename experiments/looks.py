@@ -27,23 +27,13 @@ from fedjax_tp.simulation.rounds import SimulationState
 from fedjax_tp.types import Batch, InputError, Params
 
 SPLITS = ("train", "test")
-
-
 FIGURES = ("loss", "error")
-
-
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
-
-
 SIGMAS = (0.1, 0.3, 1.0, 3.0)
-
-
 _BATCHES, _BATCH = 4, 64
-
 
 ORDERS = ("shallow to deep", "deep to shallow", "random", "outside in")
 """In which layers are averaged one after another."""
-
 
 PARTS = ("full", "layers", "kinds", *ORDERS)
 
