@@ -257,29 +257,24 @@ def write(
 
     columns = [str(number) for number in rounds]
 
-    plots.heat(
-        picture("Barrier of each layer alone (test loss)", "layerwise.png"),
-        by_round("layers"),
-        names,
-        columns,
-        x="round",
-        label="barrier",
-        diverging=True,
-    )
-    for order, file in (
+    def barrier_heat(
+        file: Path, found: Mapping[str, np.ndarray], rows: Sequence[str]
+    ) -> None:
+        plots.heat(
+            file, found, rows, columns, x="round", label="barrier", diverging=True
+        )
+
+    file = picture("Barrier of each layer alone (test loss)", "layerwise.png")
+    barrier_heat(file, by_round("layers"), names)
+    for order, name in (
         ("shallow to deep", "cumulative_forth.png"),
         ("deep to shallow", "cumulative_back.png"),
     ):
-        number = len(names)
         order_names = names if order == "shallow to deep" else names[::-1]
-        plots.heat(
-            picture(f"Barrier of more and more layers, {order} (test loss)", file),
+        barrier_heat(
+            picture(f"Barrier of more and more layers, {order} (test loss)", name),
             by_round(order),
-            [f"to {order_names[i]}" for i in range(number)],
-            columns,
-            x="round",
-            label="barrier",
-            diverging=True,
+            [f"to {layer}" for layer in order_names],
         )
     plots.lines(
         picture("Barrier of more and more layers, at the last look", "cumulative.png"),
@@ -310,15 +305,8 @@ def write(
         y="test loss",
     )
     kinds = looks.kinds_of(scene.layers)
-    plots.heat(
-        picture("Barrier of all layers of a kind (test loss)", "kinds.png"),
-        by_round("kinds"),
-        list(kinds),
-        columns,
-        x="round",
-        label="barrier",
-        diverging=True,
-    )
+    file = picture("Barrier of all layers of a kind (test loss)", "kinds.png")
+    barrier_heat(file, by_round("kinds"), list(kinds))
     plots.heat(
         picture("How far layers have turned from their initial values", "rotation.png"),
         {

@@ -129,13 +129,7 @@ def load_images(flags: SourceFlags, experiment: str) -> catalog.Dataset:
 
 def with_absolute_paths(flags: Any) -> Any:
     """An experiment's flags with absolute paths: a run resumes from anywhere."""
-    source: SourceFlags = flags.source
-    kind, _, argument = source.dataset.partition(":")
-    dataset = source.dataset
-    if kind in ("npz", "folder") and argument:
-        dataset = f"{kind}:{Path(argument).resolve()}"
-    data_dir = source.data_dir and str(Path(source.data_dir).resolve())
-    return replace(flags, source=SourceFlags(dataset, data_dir))
+    return replace(flags, source=setup.absolute_source(flags.source))
 
 
 def part(

@@ -22,9 +22,10 @@ from experiments import cli, lab, setup
 from experiments.flags import LabFlags, ModelFlags, SourceFlags
 from experiments.lab import Arrays, Figures, Lab
 from fedjax_tp import tree
-from fedjax_tp.algorithms.compression import Codec, sign, topk, transmit, uniform
+from fedjax_tp.algorithms.compression import Codec, sign, topk, transmit_all, uniform
 from fedjax_tp.analysis import leakage
 from fedjax_tp.data import catalog
+from fedjax_tp.data.federated import normalized
 from fedjax_tp.io import plots, report
 from fedjax_tp.models import task as tasks
 from fedjax_tp.models.attention import is_attention_projection
@@ -201,16 +202,15 @@ def chosen_images(
             for i in range(flags.images)
         ]
     )
-    x = (dataset.x_train[rows].astype(np.float32) - dataset.mean) / dataset.std
-    return x, dataset.y_train[rows]
+    return normalized(dataset.x_train[rows], dataset), dataset.y_train[rows]
 
 
 def range_of(dataset: catalog.Dataset) -> tuple[float, float]:
     """The smallest and the largest pixel, as models see them."""
     x = dataset.x_train
-    low = (x.min(axis=(0, 1, 2)) - dataset.mean) / dataset.std
-    high = (x.max(axis=(0, 1, 2)) - dataset.mean) / dataset.std
-    return float(np.min(low)), float(np.max(high))
+    low = normalized(x.min(axis=(0, 1, 2)), dataset)
+    high = normalized(x.max(axis=(0, 1, 2)), dataset)
+    return float(low.min()), float(high.max())
 
 
 def audit(
@@ -236,15 +236,7 @@ def audit(
         sent = jax.tree.map(jnp.subtract, params, end)
         if case.codec == "none":
             return sent
-        codec = _CODECS[case.codec]()
-        leaves, structure = jax.tree.flatten(sent)
-        return jax.tree.unflatten(
-            structure,
-            [
-                transmit(codec, jax.random.fold_in(key, i), leaf)
-                for i, leaf in enumerate(leaves)
-            ],
-        )
+        return transmit_all(_CODECS[case.codec](), key, sent)
 
     @jax.jit
     def search(
@@ -298,7 +290,7 @@ def audit_exactly(flags: Flags, dataset: catalog.Dataset) -> tuple[Figures, Arra
 
         return jax.grad(loss)((kernel, jnp.zeros(classes)))
 
-    mean = (dataset.x_train.mean(axis=0) - dataset.mean) / dataset.std
+    mean = normalized(dataset.x_train.mean(axis=0), dataset)
     figures: Figures = {"error": [], "mean_image": []}
     for x, y in zip(images[:, 0], labels[:, 0], strict=True):
         found = leakage.input_of_linear(*gradient(jnp.asarray(x.ravel()), jnp.array(y)))

@@ -15,15 +15,15 @@ import numpy as np
 
 from experiments import lab
 from experiments.setup import Setup
-from fedjax_tp import tree
+from experiments.trained import params_of
 from fedjax_tp.algorithms import Algorithm, Update
-from fedjax_tp.algorithms.base import LocalCarry, training_metrics
+from fedjax_tp.algorithms.base import LocalCarry, client_shapes, training_metrics
 from fedjax_tp.analysis import blocks, connectivity
 from fedjax_tp.analysis.layers import Layers, layers_of, rotation
-from fedjax_tp.data.federated import FederatedDataset
+from fedjax_tp.data.federated import FederatedDataset, normalized
 from fedjax_tp.io import folder
 from fedjax_tp.simulation.cohort import run_cohort
-from fedjax_tp.simulation.rounds import SimulationState
+from fedjax_tp.simulation.rounds import SimulationState, init_state
 from fedjax_tp.types import Batch, InputError, Params
 
 SPLITS = ("train", "test")
@@ -79,22 +79,10 @@ class Scene(NamedTuple):
 def check_one_model(algorithm: Algorithm) -> None:
     """Raises InputError for an algorithm whose clients train another thing than one
     whole model, which could be averaged."""
-    key = jax.random.key(0)
-
-    def begin(key: jax.Array) -> Any:
-        state = algorithm.init(key)
-        message = algorithm.broadcast(state, jnp.zeros(1, jnp.int32))
-        own = jax.tree.map(lambda leaf: leaf[0], message.personal)
-        kept = algorithm.init_kept(state)
-        message = message._replace(personal=own)
-        return (
-            algorithm.client_start(message, kept, key),
-            algorithm.client_params(message, kept),
-        )
-
-    carry, params = jax.eval_shape(begin, key)
-    is_whole = isinstance(carry, LocalCarry) and (
-        jax.tree.map(jnp.shape, carry.params) == jax.tree.map(jnp.shape, params)
+    shapes = client_shapes(algorithm)
+    is_whole = isinstance(shapes.carry, LocalCarry) and (
+        jax.tree.map(jnp.shape, shapes.carry.params)
+        == jax.tree.map(jnp.shape, shapes.params)
     )
     if not is_whole:
         raise InputError(
@@ -176,9 +164,8 @@ def sample(data: FederatedDataset, count: int, rng: np.random.Generator) -> Batc
     sizes = np.asarray(data.size)
     held = np.asarray(data.rows)[: sizes.sum()]
     rows = rng.choice(held, min(count, len(held)), replace=False)
-    x = np.asarray(data.x)[rows].astype(np.float32)
-    x = (x - np.asarray(data.mean)) / np.asarray(data.std)
-    y = np.asarray(data.y)[rows]
+    # On one device, whatever those of the data.
+    x, y = jax.device_get((normalized(data.x[rows], data), data.y[rows]))
     return Batch(jnp.asarray(x), jnp.asarray(y), jnp.ones(len(rows), bool))
 
 
@@ -336,7 +323,7 @@ def end_look(
             look_file(out, algorithm.name, number).with_suffix(".npz")
         ) as arrays:
             flats.append(arrays["models"])
-    initial = initial_models(algorithm, look.look_clients, seed)
+    initial = initial_models(algorithm, prepared.num_clients, look.look_clients, seed)
     turned = jax.jit(jax.vmap(lambda p, start: rotation(p, start, scene.layers)))
     rotations = np.stack(
         [
@@ -377,23 +364,16 @@ def usable(taken: Sequence[Mapping[str, Any]]) -> list[int]:
     return [look["round"] for look in taken if look["pairs"]]
 
 
-def initial_models(algorithm: Algorithm, clients: int, seed: int) -> Params:
-    """What the clients that are looked at had before the first round, stacked."""
-    ids = jnp.arange(clients)
+def initial_models(
+    algorithm: Algorithm, num_clients: int, clients: int, seed: int
+) -> Params:
+    """What the first clients of all had before the first round, stacked."""
 
     @jax.jit
     def start(key: jax.Array) -> Params:
-        server = algorithm.init(key)
-        message = algorithm.broadcast(server, ids)
-        kept = algorithm.init_kept(server)
-        own = jax.vmap(
-            lambda personal: algorithm.client_params(
-                message._replace(personal=personal), kept
-            )
-        )
-        if jax.tree.leaves(message.personal):
-            return own(message.personal)
-        return tree.stack_copies(algorithm.client_params(message, kept), len(ids))
+        state = init_state(algorithm, num_clients, key)
+        own = jax.vmap(lambda client: params_of(algorithm, state, client))
+        return own(jnp.arange(clients))
 
     # As the run split it off its seed.
     return start(jax.random.split(jax.random.key(seed))[0])
@@ -458,9 +438,7 @@ def _subspace(
             jax.eval_shape(task.init, jax.random.key(0)),
         )
     )
-    subspace = jax.jit(connectivity.trajectory_subspace)(
-        jnp.asarray(trajectory * is_weight)
-    )
+    basis = jax.jit(connectivity.trajectory_basis)(jnp.asarray(trajectory * is_weight))
     at_start = float(loss_at(jnp.asarray(start)))
     keys = jax.random.split(jax.random.key(seed + 1), count)
     found = {}
@@ -468,7 +446,8 @@ def _subspace(
         ("inside", jax.jit(connectivity.direction_inside)),
         ("outside", jax.jit(connectivity.direction_outside)),
     ):
-        along = [np.asarray(draw(key, subspace)) * is_weight for key in keys]
+        along = [np.asarray(draw(key, basis)) * is_weight for key in keys]
+        along = [direction / np.linalg.norm(direction) for direction in along]
         found[name] = [
             float(np.mean([loss_at(start + sigma * d) for d in along])) - at_start
             for sigma in SIGMAS

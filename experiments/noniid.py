@@ -28,7 +28,7 @@ from fedjax_tp.algorithms import REGISTRY, ClientOptimizer, Setting, check_setti
 from fedjax_tp.analysis import noniid
 from fedjax_tp.analysis.layers import Layers, layers_of
 from fedjax_tp.data import catalog, partition
-from fedjax_tp.data.federated import FederatedDataset, federate
+from fedjax_tp.data.federated import FederatedDataset, federate, normalized
 from fedjax_tp.hypernetwork import HypernetworkConfig
 from fedjax_tp.io import plots, report
 from fedjax_tp.models.task import Task
@@ -274,7 +274,7 @@ def probes_of(pool: Pool) -> Batch:
     """A few held-out examples of each class, for gradients class by class."""
     dataset = pool.dataset
     rows = pool.shareable[: _PROBES_A_CLASS * dataset.num_classes]
-    x = (dataset.x_train[rows].astype(np.float32) - dataset.mean) / dataset.std
+    x = normalized(dataset.x_train[rows], dataset)
     return Batch(
         jnp.asarray(x), jnp.asarray(dataset.y_train[rows]), jnp.ones(len(rows), bool)
     )
@@ -377,6 +377,27 @@ def run_grid(
     return grid
 
 
+def _train(
+    study: Study,
+    trainer: Trainer,
+    state: SimulationState,
+    data: FederatedDataset,
+    observe: Callable[[SimulationState, int], None],
+) -> tuple[SimulationState, int]:
+    """All rounds, as the flags have them; see `lab.train`."""
+    flags = study.flags
+    return lab.train(
+        study.lab,
+        trainer,
+        state,
+        data,
+        seed=flags.lab.seed,
+        rounds=flags.rounds,
+        every=flags.eval_every,
+        observe=observe,
+    )
+
+
 def _central(
     study: Study, setting: Setting, batch_size: int, epochs: int
 ) -> tuple[Figures, Arrays]:
@@ -407,16 +428,7 @@ def _central(
 
     state = lab.start(trainer, flags.lab.seed)
     params.append(lab.flat_params(state.server.shared))
-    _, found["left_out"] = lab.train(
-        study.lab,
-        trainer,
-        state,
-        train,
-        seed=flags.lab.seed,
-        rounds=flags.rounds,
-        every=flags.eval_every,
-        observe=observe,
-    )
+    _, found["left_out"] = _train(study, trainer, state, train, observe)
     return found, {"params": np.stack(params)}
 
 
@@ -520,16 +532,7 @@ def _federated(
         }.items():
             found.setdefault(name, []).append(value)
 
-    _, found["left_out"] = lab.train(
-        study.lab,
-        trainer,
-        state,
-        train,
-        seed=flags.lab.seed,
-        rounds=flags.rounds,
-        every=flags.eval_every,
-        observe=observe,
-    )
+    _, found["left_out"] = _train(study, trainer, state, train, observe)
     return found, {}
 
 
@@ -638,16 +641,7 @@ def _with_shared(
         found["rounds"].append(rounds)
         found["own"].append(lab.accuracy(trainer, state, test, train))
 
-    state, found["left_out"] = lab.train(
-        study.lab,
-        trainer,
-        state,
-        train,
-        seed=seed,
-        rounds=flags.rounds,
-        every=flags.eval_every,
-        observe=observe,
-    )
+    state, found["left_out"] = _train(study, trainer, state, train, observe)
     emd = distances(pool, mixed)
     sizes = np.array([len(part) for part in mixed])
     found["all"] = everywhere(state, train)

@@ -293,6 +293,7 @@ def write_results(
     summaries = {
         outcome.algorithm: _summary_entry(outcome, rows, run) for outcome in outcomes
     }
+    unequal = [heterogeneity_of(setup, i) for i in range(len(setup.seeds))]
     folder.write_json(
         out / "summary.json",
         {
@@ -303,21 +304,20 @@ def write_results(
             "labels": list(setup.dataset.class_names),
             "heterogeneity": {
                 name: value
-                for name, value in heterogeneity_of(setup)._asdict().items()
+                for name, value in unequal[0]._asdict().items()
                 if isinstance(value, float)
             },
             "algorithms": summaries,
         },
     )
-    folder.write_csv(out / "clients.csv", client_rows(setup, outcomes))
-    pictures = draw(out, setup, outcomes, rows)
+    folder.write_csv(out / "clients.csv", client_rows(setup, outcomes, unequal))
+    pictures = draw(out, setup, outcomes, rows, unequal[0])
     accuracy = results_table(outcomes, summaries)
     show(console, accuracy)
     notices = [*setup.notices, *left_out_notices(rows)]
     for notice in notices[len(setup.notices) :]:
         console.print(f"note: {notice}")
     sizes = np.array([len(part) for part in setup.partitions[0].train])
-    heterogeneity = heterogeneity_of(setup)
     over = f"seed {run.seed}"
     if len(setup.seeds) > 1:
         over = (
@@ -330,12 +330,12 @@ def write_results(
         summary=(
             f"{len(sizes)} clients, {setup.cohort} a round; {sizes.sum()} training "
             f"examples, {sizes.min()} to {sizes.max()} a client; "
-            f"{over}; {heterogeneity_line(heterogeneity)}. "
+            f"{over}; {heterogeneity_line(unequal[0])}. "
             "Pooled is over all test examples, the other figures are over clients."
         ),
         tables=[
             accuracy,
-            heterogeneity_table(heterogeneity),
+            heterogeneity_table(unequal[0]),
             plan_table({o.algorithm: o.plan for o in outcomes}),
         ],
         pictures=pictures,
@@ -459,16 +459,17 @@ def left_out_notices(rows: Sequence[dict[str, Any]]) -> list[str]:
     return notices
 
 
-def client_rows(setup: Setup, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+def client_rows(
+    setup: Setup, outcomes: Sequence[Outcome], unequal: Sequence[Heterogeneity]
+) -> list[dict[str, Any]]:
     """Rows of `clients.csv`: one an algorithm, seed and client."""
     rows = []
-    distances = [heterogeneity_of(setup, i).emd for i in range(len(setup.seeds))]
     for outcome in outcomes:
         for i, (seed, parts) in enumerate(
             zip(setup.seeds, setup.partitions, strict=True)
         ):
             accuracies = evaluation.accuracies(outcome.by_client[i])
-            emd = distances[i]
+            emd = unequal[i].emd
             for client in range(setup.num_clients):
                 num_test = len(parts.test[client])
                 loss = outcome.by_client[i].loss[client] / max(num_test, 1)
@@ -493,6 +494,7 @@ def draw(
     setup: Setup,
     outcomes: Sequence[Outcome],
     rows: Sequence[dict[str, Any]],
+    unequal: Heterogeneity,
 ) -> dict[str, Path]:
     """Draws the plots; captions and files, for the report."""
     curves = {}
@@ -526,6 +528,5 @@ def draw(
         setup.partitions[0].train, setup.dataset.y_train, setup.dataset.num_classes
     )
     plots.label_distribution(labels_file, counts, setup.dataset.class_names)
-    found = heterogeneity_of(setup)
-    plots.heterogeneity(unequal_file, found.emd, found.classes, found.sizes)
+    plots.heterogeneity(unequal_file, unequal.emd, unequal.classes, unequal.sizes)
     return pictures

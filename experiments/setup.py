@@ -397,21 +397,25 @@ def _fitting_patch_size(height: int, width: int) -> int:
 
 def absolute_paths(data: DataFlags) -> DataFlags:
     """The same flags with absolute paths, so that a run resumes from anywhere."""
+    return dataclasses.replace(
+        absolute_source(data),
+        partition=data.partition and _resolved(data.partition, ("file",)),
+    )
 
-    def resolve(value: str, kinds: Sequence[str]) -> str:
-        kind, _, argument = value.partition(":")
-        return (
-            f"{kind}:{Path(argument).resolve()}"
-            if kind in kinds and argument
-            else value
-        )
 
+def absolute_source(data: Any) -> Any:
+    """Flags with a data set and a `data_dir`, these with absolute paths."""
     return dataclasses.replace(
         data,
-        dataset=resolve(data.dataset, ("npz", "folder", "leaf")),
-        partition=data.partition and resolve(data.partition, ("file",)),
+        dataset=_resolved(data.dataset, ("npz", "folder", "leaf")),
         data_dir=data.data_dir and str(Path(data.data_dir).resolve()),
     )
+
+
+def _resolved(value: str, kinds: Sequence[str]) -> str:
+    kind, _, argument = value.partition(":")
+    is_path = kind in kinds and argument
+    return f"{kind}:{Path(argument).resolve()}" if is_path else value
 
 
 def with_absolute_paths(flags: Any) -> Any:

@@ -73,11 +73,7 @@ def load(run: Path, name: str, mesh: Mesh) -> Trained:
     seeds = flags.run.seeds
     one_seed = replace(flags.run, seeds=1)
     prepared = setup.make_setup(flags.data, flags.model, flags.training, one_seed, mesh)
-    setting = setup.make_setting(flags, prepared)
-    if seeds > 1:
-        # As it was trained: see `make_setting`.
-        setting = setting._replace(label_counts=None)
-    algorithm = algorithms.build(name, setting)
+    algorithm = algorithms.build(name, setup.make_setting(flags, prepared))
     if algorithm.adapt is not None or algorithm.predict is not None:
         raise InputError(
             f"algorithm is {name!r}, whose clients adapt their model before they use "

@@ -29,7 +29,7 @@ from fedjax_tp import tree
 from fedjax_tp.algorithms import ClientOptimizer, fedavg
 from fedjax_tp.analysis import weight_structure as structure
 from fedjax_tp.data import catalog
-from fedjax_tp.data.federated import federate
+from fedjax_tp.data.federated import federate, normalized
 from fedjax_tp.io import folder, plots, pretrained, report
 from fedjax_tp.models import bert
 from fedjax_tp.models.attention import is_attention_projection
@@ -246,7 +246,7 @@ def _of_vit(
     )
     accuracy = lab.accuracy(trainer, state, test, train)
     chosen = rng.choice(rows, min(flags.samples, count), replace=False)
-    x = (dataset.x_train[chosen].astype(np.float32) - dataset.mean) / dataset.std
+    x = normalized(dataset.x_train[chosen], dataset)
     y = jnp.asarray(dataset.y_train[chosen])
 
     def loss(params: Params, example: tuple[jax.Array, jax.Array]) -> jax.Array:

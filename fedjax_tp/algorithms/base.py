@@ -523,23 +523,43 @@ def message_for_use(
     return (algorithm.broadcast_for_use or algorithm.broadcast)(state, ids)
 
 
-def _message_and_update(algorithm: Algorithm) -> tuple[Message, Update]:
-    """Shapes of one client's messages, both ways."""
+class ClientShapes(NamedTuple):
+    """Shapes and types of what one client is sent, holds, and sends back.
 
-    def of_client(key: PRNGKey) -> tuple[Message, Update]:
+    Attributes:
+      message: its downlink, without a client axis.
+      kept: what it keeps.
+      carry: what it holds in training.
+      update: its uplink.
+      params: the model that it uses.
+    """
+
+    message: Message
+    kept: Tree
+    carry: Carry
+    update: Update
+    params: Params
+
+
+def client_shapes(algorithm: Algorithm) -> ClientShapes:
+    """Traces one client through a round; nothing is computed."""
+
+    def of_client(key: PRNGKey) -> ClientShapes:
         state = algorithm.init(key)
         message = algorithm.broadcast(state, jnp.zeros(1, jnp.int32))
         own = jax.tree.map(lambda leaf: leaf[0], message.personal)
         message = message._replace(personal=own)
-        carry = algorithm.client_start(message, algorithm.init_kept(state), key)
-        return message, algorithm.client_finish(message, carry)
+        kept = algorithm.init_kept(state)
+        carry = algorithm.client_start(message, kept, key)
+        return ClientShapes(
+            message,
+            kept,
+            carry,
+            algorithm.client_finish(message, carry),
+            algorithm.client_params(message, kept),
+        )
 
     return jax.eval_shape(of_client, jax.random.key(0))
-
-
-def update_shapes(algorithm: Algorithm) -> Update:
-    """Shapes and types of one client's update."""
-    return _message_and_update(algorithm)[1]
 
 
 def reference_of(algorithm: Algorithm) -> Callable[[Message], tuple[Tree, Tree]]:
@@ -551,7 +571,8 @@ def reference_of(algorithm: Algorithm) -> Callable[[Message], tuple[Tree, Tree]]
     """
     if algorithm.reference is not None:
         return algorithm.reference
-    message, update = _message_and_update(algorithm)
+    shapes = client_shapes(algorithm)
+    message, update = shapes.message, shapes.update
     shared = _part_like(update.mean, message.shared)
     personal = _part_like(update.personal, message.personal)
     if shared is None or personal is None:

@@ -24,8 +24,8 @@ from fedjax_tp.algorithms.base import (
     Message,
     ServerState,
     Update,
+    client_shapes,
     reference_of,
-    update_shapes,
 )
 from fedjax_tp.models.task import is_statistic
 from fedjax_tp.types import Array, Batch, Float, InputError, PRNGKey, Progress, Tree
@@ -252,7 +252,7 @@ def compressed(algorithm: Algorithm, codec: Codec) -> Algorithm:
     """
     if algorithm.bits_up is not None:
         raise InputError(f"{algorithm.name} is compressed already; allowed is once")
-    shapes = update_shapes(algorithm)
+    shapes = client_shapes(algorithm).update
     sent = (shapes.mean, shapes.personal)
     reference = reference_of(algorithm)
 
@@ -281,7 +281,7 @@ def compressed(algorithm: Algorithm, codec: Codec) -> Algorithm:
         wanted = jax.tree.map(jnp.subtract, (update.mean, update.personal), known)
         if carry.lost is not None:
             wanted = jax.tree.map(jnp.add, wanted, carry.lost)
-        arrived = _transmit_all(codec, carry.key, wanted)
+        arrived = transmit_all(codec, carry.key, wanted)
         lost = None
         if carry.lost is not None:
             lost = jax.tree.map(jnp.subtract, wanted, arrived)
@@ -312,7 +312,8 @@ def _is_raw(path: tuple) -> bool:
     return any(is_statistic("/".join(parts[i:])) for i in range(len(parts)))
 
 
-def _transmit_all(codec: Codec, key: PRNGKey, values: Tree) -> Tree:
+def transmit_all(codec: Codec, key: PRNGKey, values: Tree) -> Tree:
+    """What arrives of a tree: each leaf by itself, running statistics as they are."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(values)
     return jax.tree.unflatten(
         structure,

@@ -22,10 +22,22 @@ from fedjax_tp.types import Array, Float, InputError, Int, Params, PRNGKey
 
 
 class HierarchicalState(NamedTuple):
-    """The edges' models, stacked, and the rounds done."""
+    """The edges' models, stacked, and how clients and edges belong together.
+
+    The latter does not change, but must come back with a checkpoint, whatever is known
+    of the clients when it is read.
+
+    Attributes:
+      edges: a model an edge.
+      rounds: rounds done.
+      edge_of: the edge of each client.
+      at_cloud: weight of each edge at the cloud; they sum to 1.
+    """
 
     edges: Params
     rounds: Int[Array, ""]
+    edge_of: Int[Array, " clients"]
+    at_cloud: Float[Array, " edges"]
 
 
 def hierarchical(
@@ -50,15 +62,15 @@ def hierarchical(
         whose edges count by `edge_weights` whoever was sampled.
     """
     num_edges = len(edge_weights)
-    of_client = jnp.asarray(edge_of)
-    at_cloud = jnp.asarray(edge_weights / edge_weights.sum(), jnp.float32)
 
     def init(key: PRNGKey) -> HierarchicalState:
         edges = tree.stack_copies(task.init(key), num_edges)
-        return HierarchicalState(edges, jnp.zeros((), jnp.int32))
-
-    def edges_of(ids: Int[Array, " cohort"]) -> Int[Array, " cohort"]:
-        return of_client.at[ids].get(mode="clip")
+        return HierarchicalState(
+            edges,
+            jnp.zeros((), jnp.int32),
+            jnp.asarray(edge_of, jnp.int32),
+            jnp.asarray(edge_weights / edge_weights.sum(), jnp.float32),
+        )
 
     def server_update(
         state: HierarchicalState,
@@ -66,7 +78,7 @@ def hierarchical(
         update: Update,
         weights: Float[Array, " cohort"],
     ) -> HierarchicalState:
-        is_of_edge = jnp.arange(num_edges)[:, None] == edges_of(ids)
+        is_of_edge = jnp.arange(num_edges)[:, None] == tree.take(state.edge_of, ids)
         shares = jnp.where(is_of_edge, weights, 0.0)
         totals = shares.sum(axis=1)
         means = tree.weighted_sums(
@@ -74,18 +86,18 @@ def hierarchical(
         )
         edges = tree.where_rows(totals > 0, means, state.edges)
         rounds = state.rounds + 1
-        everywhere = jnp.broadcast_to(at_cloud, (num_edges, num_edges))
+        everywhere = jnp.broadcast_to(state.at_cloud, (num_edges, num_edges))
         edges = tree.choose(
             rounds % cloud_every == 0, tree.weighted_sums(edges, everywhere), edges
         )
-        return HierarchicalState(edges, rounds)
+        return state._replace(edges=edges, rounds=rounds)
 
     return of_whole_models(
         "hierarchical",
         task,
         optimizer,
         init=init,
-        models=lambda state, ids: tree.take(state.edges, edges_of(ids)),
+        models=lambda state, ids: tree.take(state.edges, tree.take(state.edge_of, ids)),
         server_update=server_update,
     )
 

@@ -19,7 +19,7 @@ from fedjax_tp.algorithms.base import (
     Message,
     ServerState,
     Update,
-    update_shapes,
+    client_shapes,
 )
 from fedjax_tp.types import Array, Bool, Float, InputError, Int, Tree
 
@@ -41,7 +41,7 @@ def with_aggregate(algorithm: Algorithm, name: str, aggregate: Aggregate) -> Alg
     Raises:
       InputError: the algorithm averages nothing.
     """
-    if not jax.tree.leaves(update_shapes(algorithm).mean):
+    if not jax.tree.leaves(client_shapes(algorithm).update.mean):
         raise InputError(
             f"{name}: {algorithm.name} averages nothing on the server that could be "
             "aggregated in another way"

@@ -17,8 +17,8 @@ from fedjax_tp.algorithms.base import (
     Message,
     ServerState,
     Update,
+    client_shapes,
     message_for_use,
-    update_shapes,
 )
 from fedjax_tp.types import Array, Float, InputError, Int, PRNGKey, Tree
 
@@ -54,7 +54,7 @@ def iterative_moving_average(
     Raises:
       InputError: the algorithm averages nothing, or more than a model.
     """
-    shapes = update_shapes(algorithm)
+    shapes = client_shapes(algorithm).update
     if not jax.tree.leaves(shapes.mean):
         raise InputError(
             f"{algorithm.name}_ima: {algorithm.name} averages nothing on the server; "
@@ -115,15 +115,11 @@ def mean_of_last(algorithm: Algorithm, *, window: int) -> Algorithm:
         buffer, count = _remember(state, _numbers(inner), window)
         return WithBuffer(inner, buffer, count)
 
-    def used(state: WithBuffer, ids: Int[Array, " cohort"]) -> Message:
-        averaged = _mean_of(state.buffer, jnp.clip(state.seen, 1, window))
-        averaged = tree.merge(averaged, state.inner)
-        return message_for_use(
-            algorithm, tree.choose(state.seen > 0, averaged, state.inner), ids
-        )
+    def average(state: WithBuffer) -> Tree:
+        return _mean_of(state.buffer, jnp.clip(state.seen, 1, window))
 
     named = _on_inner(algorithm, f"{algorithm.name}_last", init, server_update)
-    return named._replace(broadcast_for_use=used)
+    return named._replace(broadcast_for_use=_using(algorithm, average))
 
 
 class WithAverage(NamedTuple):
@@ -179,14 +175,23 @@ def exponential_mean(algorithm: Algorithm, *, decay: float) -> Algorithm:
         )
         return WithAverage(inner, average, count)
 
-    def used(state: WithAverage, ids: Int[Array, " cohort"]) -> Message:
-        averaged = tree.merge(state.average, state.inner)
+    named = _on_inner(algorithm, f"{algorithm.name}_ema", init, server_update)
+    used = _using(algorithm, lambda state: state.average)
+    return named._replace(broadcast_for_use=used)
+
+
+def _using(
+    algorithm: Algorithm, average: Callable[[Any], Tree]
+) -> Callable[[Any, Int[Array, " cohort"]], Message]:
+    """`broadcast_for_use` of an average of states, once there has been a round."""
+
+    def used(state: Any, ids: Int[Array, " cohort"]) -> Message:
+        averaged = tree.merge(average(state), state.inner)
         return message_for_use(
             algorithm, tree.choose(state.seen > 0, averaged, state.inner), ids
         )
 
-    named = _on_inner(algorithm, f"{algorithm.name}_ema", init, server_update)
-    return named._replace(broadcast_for_use=used)
+    return used
 
 
 def _check_sends_something(algorithm: Algorithm, suffix: str) -> None:

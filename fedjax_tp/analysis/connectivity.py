@@ -181,19 +181,13 @@ def random_direction(
     return jax.tree.map(lambda n, scale: n * scale, noise, scales)
 
 
-class Subspace(NamedTuple):
-    """The space that a trajectory's models span.
-
-    Attributes:
-      basis: orthonormal rows; a row of zeros where the models were not independent.
-    """
-
-    basis: Float[Array, "models parameters"]
+Basis = Float[Array, "models parameters"]
+"""Orthonormal rows; a row of zeros where models were not independent."""
 
 
-def trajectory_subspace(
+def trajectory_basis(
     models: Float[Array, "models parameters"], tolerance: float = 1e-5
-) -> Subspace:
+) -> Basis:
     """An orthonormal basis of what models along training span.
 
     Args:
@@ -202,20 +196,19 @@ def trajectory_subspace(
     """
     _, values, basis = jnp.linalg.svd(models, full_matrices=False)
     counts = values > tolerance * values[0]
-    return Subspace(jnp.where(counts[:, None], basis, 0.0))
+    return jnp.where(counts[:, None], basis, 0.0)
 
 
-def direction_inside(key: PRNGKey, subspace: Subspace) -> Float[Array, " parameters"]:
-    """A unit vector in the subspace, uniform over its directions."""
-    draws = jax.random.normal(key, subspace.basis.shape[:1])
-    inside = draws @ subspace.basis
+def direction_inside(key: PRNGKey, basis: Basis) -> Float[Array, " parameters"]:
+    """A unit vector in the space of a basis, uniform over its directions."""
+    inside = jax.random.normal(key, basis.shape[:1]) @ basis
     return inside / jnp.linalg.norm(inside)
 
 
-def direction_outside(key: PRNGKey, subspace: Subspace) -> Float[Array, " parameters"]:
-    """A unit vector orthogonal to the subspace, uniform over those directions."""
-    draws = jax.random.normal(key, subspace.basis.shape[1:])
+def direction_outside(key: PRNGKey, basis: Basis) -> Float[Array, " parameters"]:
+    """A unit vector orthogonal to that space, uniform over those directions."""
+    draws = jax.random.normal(key, basis.shape[1:])
     # Twice: the first projection leaves what rounding lets through.
     for _ in range(2):
-        draws = draws - (subspace.basis @ draws) @ subspace.basis
+        draws = draws - (basis @ draws) @ basis
     return draws / jnp.linalg.norm(draws)

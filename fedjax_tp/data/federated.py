@@ -7,7 +7,7 @@ inside the compiled program.
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +99,11 @@ def shuffled(key: PRNGKey, size: Int[Array, ""], capacity: int) -> Int[Array, " 
     return jnp.argsort(draws, stable=True).astype(jnp.int32)
 
 
+def normalized(x: Any, of: Dataset | FederatedDataset) -> Any:
+    """Raw examples as models see them: float32, by the constants of their data set."""
+    return (x.astype(np.float32) - of.mean) / of.std
+
+
 def gather(
     data: FederatedDataset,
     client: Int[Array, ""],
@@ -117,5 +122,4 @@ def gather(
     # Padding repeats the client's own first example: a pixel that is not finite must
     # not reach another client, where even a masked loss has a gradient of NaN.
     rows = data.rows[start + jnp.where(mask, places, 0)]
-    x = data.x[rows].astype(jnp.float32)
-    return Batch((x - data.mean) / data.std, data.y[rows], mask)
+    return Batch(normalized(data.x[rows], data), data.y[rows], mask)

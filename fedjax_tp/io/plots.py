@@ -589,9 +589,10 @@ def heterogeneity(
       sizes: examples of each client.
     """
     figure, panels = plt.subplots(1, 3, figsize=(10, 2.9), layout="constrained")
+    most = max(2, int(np.ceil(np.nanmax(classes))))
     shown = (
         (emd, "earth mover's distance to all", np.linspace(0, 2, 21)),
-        (classes, "effective classes", 20),
+        (classes, "effective classes", np.linspace(1, most, 21)),
         (sizes, "training examples", 20),
     )
     for axes, color, (values, name, bins) in zip(panels, COLORS, shown, strict=False):

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_tp import tree
-from fedjax_tp.algorithms.base import Algorithm, Carry, Message
+from fedjax_tp.algorithms.base import Algorithm, Carry, client_shapes
 from fedjax_tp.data.federated import FederatedDataset
 from fedjax_tp.models.task import Task
 from fedjax_tp.simulation.cohort import LocalSchedule
 from fedjax_tp.simulation.rounds import init_state, state_sharding
-from fedjax_tp.types import Batch, Tree
+from fedjax_tp.types import Batch
 
 
 class Plan(NamedTuple):
@@ -68,15 +68,8 @@ def make_plan(
     """
     devices = 1 if schedule.mesh is None else schedule.mesh.size
     key = jax.eval_shape(lambda: jax.random.key(0))
-    one = jax.ShapeDtypeStruct((1,), jnp.int32)
     state = jax.eval_shape(lambda k: init_state(algorithm, data.num_clients, k), key)
-    message = jax.eval_shape(algorithm.broadcast, state.server, one)
-    own = _first_row(message.personal)
-    kept = _first_row(state.kept)
-    message = Message(message.shared, own)
-    carry = jax.eval_shape(algorithm.client_start, message, kept, key)
-    update = jax.eval_shape(algorithm.client_finish, message, carry)
-    params = jax.eval_shape(algorithm.client_params, message, kept)
+    message, kept, carry, update, params = client_shapes(algorithm)
     residuals = jax.eval_shape(
         lambda p, b, k: jax.vjp(lambda q: task.loss(q, b, k), p)[1],
         # What a client uses may have more to it: a head of its own, say.
@@ -105,7 +98,7 @@ def make_plan(
         # All of a client's examples at once.
         shape = (schedule.capacity, *data.x.shape[1:])
         per_client += tree.num_bytes(jax.ShapeDtypeStruct(shape, jnp.float32))
-    rows = (update.personal, update.kept, own, kept)
+    rows = (update.personal, update.kept, message.personal, kept)
     cohort_bytes = seeds * cohort * tree.num_bytes(rows)
     bytes_up = tree.num_bytes((update.mean, update.personal))
     if algorithm.bits_up is not None:
@@ -149,12 +142,6 @@ def fitting_lanes(
             room = limit_bytes - plan.fixed_bytes
             lanes = min(lanes, room // max(plan.lane_bytes, 1))
     return lanes, hungriest
-
-
-def _first_row(stacked: Tree) -> Tree:
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stacked
-    )
 
 
 def _array_bytes(carry: Carry) -> int:

@@ -88,6 +88,17 @@ def test_edges_average_every_round_and_the_cloud_sometimes():
     np.testing.assert_allclose(state.edges["w"], [5.0, 5.0], rtol=1e-6)
 
 
+def test_a_state_knows_its_edges_whoever_reads_it():
+    """A checkpoint of edges taken in turns, read where classes are known."""
+    trained, reader = (
+        hierarchical(TASK, SGD, np.array(edge_of), np.ones(2), cloud_every=9)
+        for edge_of in ([0, 1], [1, 0])
+    )
+    state = trained.init(KEY)._replace(edges={"w": jnp.array([3.0, 7.0])})
+    sent = reader.broadcast(state, jnp.array([0, 1]))
+    assert sent.personal["w"].tolist() == [3.0, 7.0]
+
+
 def test_an_edge_without_a_sampled_client_keeps_its_model():
     algorithm = hierarchical(TASK, SGD, np.array([0, 1]), np.ones(2), cloud_every=9)
     state = algorithm.init(KEY)

@@ -222,12 +222,11 @@ def test_directions_inside_a_trajectory_and_outside():
     rng = np.random.default_rng(0)
     models = rng.normal(size=(4, 30)).astype(np.float32)
     models[3] = models[0] + models[1]
-    subspace = connectivity.trajectory_subspace(jnp.asarray(models))
-    assert np.linalg.norm(subspace.basis, axis=1) == pytest.approx(
-        [1, 1, 1, 0], abs=1e-5
-    )
-    inside = np.asarray(connectivity.direction_inside(KEY, subspace))
-    outside = np.asarray(connectivity.direction_outside(KEY, subspace))
+    basis = connectivity.trajectory_basis(jnp.asarray(models))
+    lengths = np.linalg.norm(basis, axis=1)
+    assert lengths == pytest.approx([1, 1, 1, 0], abs=1e-5)
+    inside = np.asarray(connectivity.direction_inside(KEY, basis))
+    outside = np.asarray(connectivity.direction_outside(KEY, basis))
     for direction in (inside, outside):
         assert np.linalg.norm(direction) == pytest.approx(1, abs=1e-5)
     np.testing.assert_allclose(models @ outside, np.zeros(4), atol=1e-5)
@@ -274,9 +273,15 @@ def test_a_dropped_block_is_the_identity(vit):
         atol=1e-5,
     )
     assert blocks.num_blocks(first) == 2
-    batch = Batch(x, jnp.array([0, 1, 2, 0, 1]), jnp.ones(5, bool))
+    # Labels that the model is right about without block 0, and never without block 1.
+    without = [jax.jit(task.apply)(blocks.without_block(first, i), x) for i in (0, 1)]
+    labels, others = (logits.argmax(axis=1) for logits in without)
+    labels = jnp.where(labels == others, (labels + 1) % 3, labels)
+    batch = Batch(x, labels, jnp.ones(5, bool))
     found = jax.jit(partial(blocks.accuracy_without_each, task))(first, batch)
-    assert found.shape == (2,)
+    expected = [(logits.argmax(axis=1) == labels).mean() for logits in without]
+    np.testing.assert_allclose(found, expected)
+    assert expected[1] == 0
     with pytest.raises(InputError, match="no transformer blocks"):
         blocks.without_block({"head": {"kernel": jnp.ones((2, 2))}}, 0)
     assert tree.num_elements(blocks.without_block(first, 0)) == tree.num_elements(first)
