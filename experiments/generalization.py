@@ -597,7 +597,7 @@ def curves(
         for name in names:
             label = f"{name}, {kind}" if kind else name
             for title, places, points in varied(name):
-                line = (places, [by_point[point] for point in points])
+                line = ([float(p) for p in places], [by_point[p] for p in points])
                 panels.setdefault(title, {})
                 panels[title] = {**panels[title], label: line}
     return panels

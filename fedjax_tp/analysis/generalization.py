@@ -248,7 +248,11 @@ def entropies(
 
 
 def generalization_bound(
-    blocks: Sequence[Block], num_clients: int, samples: float, *, delta: float = 0.05
+    blocks: Sequence[Block],
+    num_clients: int,
+    samples: int | float,
+    *,
+    delta: float = 0.05,
 ) -> Bound:
     """The bound at the eta that makes it smallest; see the module.
 
