@@ -14,9 +14,9 @@ from rich.console import Console
 
 from experiments import cli, launch, results, setup
 from experiments.flags import DeviceFlags, LabFlags, SourceFlags
-from fedjax_tp.algorithms import Algorithm
+from fedjax_tp.algorithms import Algorithm, ClientOptimizer, fedavg
 from fedjax_tp.data import catalog
-from fedjax_tp.data.federated import FederatedDataset
+from fedjax_tp.data.federated import FederatedDataset, federate
 from fedjax_tp.io import folder, report
 from fedjax_tp.io.signals import SignalReceived, stop_signals
 from fedjax_tp.models.task import Metrics, Task
@@ -28,7 +28,7 @@ from fedjax_tp.simulation.rounds import (
     make_advance,
     state_sharding,
 )
-from fedjax_tp.types import InputError
+from fedjax_tp.types import InputError, Params
 
 Figures = dict[str, Any]
 Arrays = dict[str, np.ndarray]
@@ -248,6 +248,71 @@ def train(
         done += count
         observe(state, first_round + done)
     return state, left_out
+
+
+class Central(NamedTuple):
+    """A model that one client trained which had all examples.
+
+    Attributes:
+      params: of the model.
+      accuracy: on all test examples.
+    """
+
+    params: Params
+    accuracy: float
+
+
+def train_centrally(
+    lab: Lab,
+    task: Task,
+    optimizer: ClientOptimizer,
+    dataset: catalog.Dataset,
+    rows: np.ndarray,
+    *,
+    seed: int,
+    epochs: int,
+    batch_size: int = 32,
+) -> Central:
+    """Trains a model on some training examples, an epoch a round.
+
+    Args:
+      lab: where.
+      task, optimizer: of the client.
+      dataset: gives training and test examples.
+      rows: of the training examples that are used.
+      seed: of initial values and batches.
+      epochs: passes over them.
+      batch_size: examples a step.
+
+    Raises:
+      Interrupted: told to stop.
+    """
+    every, count = np.arange(len(dataset.y_test)), len(rows)
+    train_data = launch.replicate(federate(dataset, "train", [(rows,)]), lab.mesh)
+    test = launch.replicate(federate(dataset, "test", [(every,)]), lab.mesh)
+    trainer = make_trainer(
+        fedavg(task, optimizer),
+        task,
+        1,
+        cohort=1,
+        schedule=LocalSchedule(min(batch_size, count), 1, count, 1, lab.mesh),
+        test_capacity=len(every),
+        max_rounds=1,
+    )
+    state, _ = train(
+        lab,
+        trainer,
+        start(trainer, seed),
+        train_data,
+        seed=seed,
+        rounds=epochs,
+        every=1,
+        observe=lambda state, rounds: None,
+    )
+    return Central(
+        jax.device_get(state.server.shared),
+        accuracy(trainer, state, test, train_data),
+    )
 
 
 def accuracy(

@@ -5,7 +5,8 @@
 audits a ViT and a CNN: it seeks images whose gradient points where a client's update
 does, against the number of images and of local steps, against codecs, and for the ViT
 from the query, key and value projections alone, which FedTP sends as each client's own,
-and from all but those. Beside it, what a linear model gives away exactly.
+and from all but those; from initial models and from trained ones. Beside it, what a
+linear model gives away exactly.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from experiments import cli, lab, setup
 from experiments.flags import LabFlags, ModelFlags, SourceFlags
 from experiments.lab import Arrays, Figures, Lab
 from fedjax_tp import tree
+from fedjax_tp.algorithms import ClientOptimizer
 from fedjax_tp.algorithms.compression import Codec, sign, topk, transmit_all, uniform
 from fedjax_tp.analysis import leakage
 from fedjax_tp.data import catalog
@@ -48,14 +50,19 @@ class Flags:
     lab: Annotated[LabFlags, _ungrouped] = LabFlags()
     models: str = ",".join(_MODELS)
     """vit, cnn or both; --model is not used."""
-    images: int = 3
+    images: int = 4
     """Updates that are audited in each case, of images of different classes."""
-    batch_sizes: str = "1,4"
+    batch_sizes: str = "1,2,4"
     """Images that an update is of."""
-    local_steps: str = "1,4"
+    local_steps: str = "1,2,4"
     """Steps of SGD on the same images; the attacker takes them for one."""
     client_lr: float = 0.02
-    """Step size of those."""
+    """Step size of those, and of the training before."""
+    epochs: int = 10
+    """Passes over the training examples before the update, in the cases of a trained
+    model; 0 leaves those out."""
+    examples: int = 5000
+    """Most training examples of those."""
     attack_steps: int = 400
     """Steps of the search."""
     smoothness: float = 0.01
@@ -70,6 +77,7 @@ class Case(NamedTuple):
       batch_size, local_steps: of the update.
       codec: none, or the name of one.
       part: of the update that is seen: all, qkv, or all but qkv.
+      is_trained: does the model know the task already? Else it is the initial one.
     """
 
     model: str
@@ -77,6 +85,7 @@ class Case(NamedTuple):
     local_steps: int = 1
     codec: str = "none"
     part: str = "all"
+    is_trained: bool = False
 
     @property
     def label(self) -> str:
@@ -90,6 +99,8 @@ class Case(NamedTuple):
             found.append(self.codec)
         if self.part != "all":
             found.append(self.part)
+        if self.is_trained:
+            found.append("trained")
         return ", ".join(found) or "one image, one step"
 
 
@@ -112,7 +123,9 @@ def run(flags: Flags) -> None:
       InputError: a flag, the data or the run folder does not allow it.
       Interrupted: told to stop; the finished parts are saved.
     """
-    cli.check_counts(flags, "images", "attack_steps")
+    cli.check_counts(flags, "images", "attack_steps", "examples")
+    if flags.epochs < 0:
+        raise InputError(f"epochs is {flags.epochs}; allowed is 0 or more")
     lab.check_seed(flags.lab)
     models = lab.parse_list("models", flags.models, str)
     if not set(models) <= set(_MODELS):
@@ -139,16 +152,28 @@ def run(flags: Flags) -> None:
             f"which there are {dataset.num_classes}"
         )
     made = {name: make_task(flags, name, dataset) for name in models}
-    cases = cases_of(models, sizes, steps)
+    cases = cases_of(models, sizes, steps, with_trained=flags.epochs > 0)
     with lab.open_lab(EXPERIMENT, flags, flags.lab, dataset, mesh) as place:
         found, pictures = {}, {}
+        initial = {name: initial_params(flags, task) for name, task in made.items()}
+        trained, accuracies = {}, {}
+        for name in made if flags.epochs else ():
+            figures, arrays = lab.part(
+                place,
+                f"{name}-training",
+                {},
+                bind(train, place, flags, dataset, made[name]),
+            )
+            trained[name] = lab.unflat_params(arrays["params"], initial[name])
+            accuracies[name] = figures["accuracy"]
         for case in cases:
+            start = trained if case.is_trained else initial
             name = f"{case.model}-{case.label}".replace(" ", "-").replace(",", "")
             figures, arrays = lab.part(
                 place,
                 name.replace("%", ""),
                 {"attack_steps": flags.attack_steps},
-                bind(audit, flags, dataset, made[case.model], case),
+                bind(audit, flags, dataset, made[case.model], start[case.model], case),
             )
             place.console.print(
                 f"{case.model}, {case.label}: PSNR {np.mean(figures['psnr']):.1f} dB, "
@@ -156,7 +181,7 @@ def run(flags: Flags) -> None:
             )
             found[case], pictures[case] = figures, arrays
         exact, _ = lab.part(place, "exact", {}, bind(audit_exactly, flags, dataset))
-        write(place, flags, dataset, found, pictures, exact)
+        write(place, flags, dataset, found, pictures, exact, accuracies)
 
 
 def make_task(flags: Flags, name: str, dataset: catalog.Dataset) -> Task:
@@ -166,8 +191,38 @@ def make_task(flags: Flags, name: str, dataset: catalog.Dataset) -> Task:
     return setup.make_task(model, dataset.x_train.shape[1:], dataset.num_classes)
 
 
+def initial_params(flags: Flags, task: Task) -> Params:
+    """Of the model, by the seed."""
+    return jax.jit(task.init)(jax.random.key(flags.lab.seed))
+
+
+def train(
+    place: Lab, flags: Flags, dataset: catalog.Dataset, task: Task
+) -> tuple[Figures, Arrays]:
+    """A model that knows the task, and how well."""
+    rng = np.random.default_rng(flags.lab.seed)
+    count = min(flags.examples, len(dataset.y_train))
+    trained = lab.train_centrally(
+        place,
+        task,
+        ClientOptimizer(flags.client_lr, 0.9),
+        dataset,
+        np.sort(rng.choice(len(dataset.y_train), count, replace=False)),
+        seed=flags.lab.seed,
+        epochs=flags.epochs,
+    )
+    return (
+        {"accuracy": trained.accuracy},
+        {"params": lab.flat_params(trained.params)},
+    )
+
+
 def cases_of(
-    models: Sequence[str], sizes: Sequence[int], steps: Sequence[int]
+    models: Sequence[str],
+    sizes: Sequence[int],
+    steps: Sequence[int],
+    *,
+    with_trained: bool,
 ) -> list[Case]:
     """The plain case of each model, and what differs from it in one thing."""
     cases = []
@@ -178,6 +233,9 @@ def cases_of(
         cases += [Case(model, codec=codec) for codec in _CODECS]
         if model == "vit":
             cases += [Case(model, part=part) for part in _PARTS if part != "all"]
+        if with_trained:
+            parts = _PARTS if model == "vit" else ["all"]
+            cases += [Case(model, part=part, is_trained=True) for part in parts]
     return cases
 
 
@@ -214,7 +272,7 @@ def range_of(dataset: catalog.Dataset) -> tuple[float, float]:
 
 
 def audit(
-    flags: Flags, dataset: catalog.Dataset, task: Task, case: Case
+    flags: Flags, dataset: catalog.Dataset, task: Task, params: Params, case: Case
 ) -> tuple[Figures, Arrays]:
     """Seeks the images of some updates; figures are means over the images of each."""
     images, labels = chosen_images(flags, dataset, case.batch_size)
@@ -222,8 +280,7 @@ def audit(
     attack = leakage.Attack(
         flags.attack_steps, 0.1, flags.smoothness, low=low, high=high
     )
-    init_key, codec_key, key = jax.random.split(jax.random.key(flags.lab.seed), 3)
-    params = jax.jit(task.init)(init_key)
+    codec_key, key = jax.random.split(jax.random.key(flags.lab.seed))
 
     def update(x: jax.Array, y: jax.Array, key: jax.Array) -> Params:
         batch = Batch(x, y, jnp.ones(len(y), bool))
@@ -306,6 +363,7 @@ def write(
     found: Mapping[Case, Figures],
     images: Mapping[Case, Arrays],
     exact: Figures,
+    accuracies: Mapping[str, float],
 ) -> None:
     """The table, the pictures and the numbers."""
     pictures = {
@@ -350,18 +408,21 @@ def write(
         ["model", "update", "PSNR", "gradient distance"],
         rows,
     )
+    words = [f"{name} {100 * value:.1f}%" for name, value in accuracies.items()]
+    shown = f" (test accuracy: {', '.join(words)})" if words else ""
     lab.finish(
         place,
         EXPERIMENT,
         flags,
         title=f"What updates tell of images, on {dataset.name}",
-        summary=f"{flags.images} updates in each case, from initial parameters, "
-        f"{flags.attack_steps} steps of the search, labels known. Softmax regression "
-        "gives one image away exactly: the largest error of a pixel is "
-        f"{max(exact['error']):.1e}.",
+        summary=f"{flags.images} updates in each case, from initial parameters but "
+        f"where a model is said to be trained{shown}, {flags.attack_steps} steps of "
+        "the search, labels known. Softmax regression gives one image away exactly: "
+        f"the largest error of a pixel is {max(exact['error']):.1e}.",
         content={
             "cases": [case._asdict() | own for case, own in found.items()],
             "exact": exact,
+            "accuracies": accuracies,
         },
         tables=[table],
         pictures=pictures,

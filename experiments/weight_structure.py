@@ -22,19 +22,19 @@ import numpy as np
 import tyro
 from sklearn import datasets
 
-from experiments import cli, lab, launch, setup
+from experiments import cli, lab, setup
 from experiments.flags import LabFlags, ModelFlags, SourceFlags
 from experiments.lab import Arrays, Figures, Lab
 from fedjax_tp import tree
-from fedjax_tp.algorithms import ClientOptimizer, fedavg
+from fedjax_tp.algorithms import ClientOptimizer
+from fedjax_tp.algorithms.base import client_sgd
 from fedjax_tp.analysis import weight_structure as structure
 from fedjax_tp.data import catalog
-from fedjax_tp.data.federated import federate, normalized
+from fedjax_tp.data.federated import normalized
 from fedjax_tp.io import folder, plots, pretrained, report
 from fedjax_tp.models import bert
 from fedjax_tp.models.attention import is_attention_projection
 from fedjax_tp.models.task import Task
-from fedjax_tp.simulation.cohort import LocalSchedule
 from fedjax_tp.types import Batch, InputError, Params
 
 EXPERIMENT = "weight_structure"
@@ -80,18 +80,19 @@ def run(flags: Flags) -> None:
     if not 2 <= flags.most <= 32:
         raise InputError(f"most is {flags.most}; allowed is 2 to 32")
     optimizer = ClientOptimizer(flags.client_lr, 0.9)
+    # A step size that is not allowed is refused here, before there is a run folder.
+    client_sgd(optimizer)
     mesh = lab.make_mesh(flags.lab)
     dataset = lab.load_images(flags.source, EXPERIMENT)
     task = setup.make_task(flags.model, dataset.x_train.shape[1:], dataset.num_classes)
     if task.maps is None:
         raise InputError("this experiment needs a transformer (--model vit)")
-    algorithm = fedavg(task, optimizer)
     language, notices = language_folder(flags.minilm)
     sentences = read_sentences(flags.texts) if language else []
     with lab.open_lab(EXPERIMENT, flags, flags.lab, dataset, mesh) as place:
         wanted = {"rounds": flags.rounds}
         found, moments = lab.part(
-            place, "vit", wanted, bind(_of_vit, place, flags, dataset, task, algorithm)
+            place, "vit", wanted, bind(_of_vit, place, flags, dataset, task, optimizer)
         )
         place.console.print(f"ViT: test accuracy {100 * found['accuracy']:.1f}%")
         by_model = {f"ViT on {dataset.name}": measure(found["axes"], moments)}
@@ -216,35 +217,25 @@ def _head_axis(name: str) -> int | None:
 
 
 def _of_vit(
-    place: Lab, flags: Flags, dataset: catalog.Dataset, task: Task, algorithm: Any
+    place: Lab,
+    flags: Flags,
+    dataset: catalog.Dataset,
+    task: Task,
+    optimizer: ClientOptimizer,
 ) -> tuple[Figures, Arrays]:
     """Trains the ViT as one client has all data, and takes gradients of its loss."""
     rng = np.random.default_rng(flags.lab.seed)
     count = min(flags.examples, len(dataset.y_train))
     rows = np.sort(rng.choice(len(dataset.y_train), count, replace=False))
-    every = np.arange(len(dataset.y_test))
-    train = launch.replicate(federate(dataset, "train", [(rows,)]), place.mesh)
-    test = launch.replicate(federate(dataset, "test", [(every,)]), place.mesh)
-    trainer = lab.make_trainer(
-        algorithm,
-        task,
-        1,
-        cohort=1,
-        schedule=LocalSchedule(min(32, count), 1, count, 1, place.mesh),
-        test_capacity=len(dataset.y_test),
-        max_rounds=1,
-    )
-    state, _ = lab.train(
+    trained = lab.train_centrally(
         place,
-        trainer,
-        lab.start(trainer, flags.lab.seed),
-        train,
+        task,
+        optimizer,
+        dataset,
+        rows,
         seed=flags.lab.seed,
-        rounds=flags.rounds,
-        every=1,
-        observe=lambda state, rounds: None,
+        epochs=flags.rounds,
     )
-    accuracy = lab.accuracy(trainer, state, test, train)
     chosen = rng.choice(rows, min(flags.samples, count), replace=False)
     x = normalized(dataset.x_train[chosen], dataset)
     y = jnp.asarray(dataset.y_train[chosen])
@@ -255,13 +246,13 @@ def _of_vit(
 
     gradients = gradients_of(
         loss,
-        jax.device_get(state.server.shared),
+        trained.params,
         (jnp.asarray(x), y),
         flags.model.heads,
         flags.most,
     )
     figures, arrays = moments_of(gradients)
-    return figures | {"accuracy": accuracy}, arrays
+    return figures | {"accuracy": trained.accuracy}, arrays
 
 
 def _of_language(

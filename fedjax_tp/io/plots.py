@@ -643,7 +643,8 @@ def bars(
         panel.set_xticks(range(len(groups)), groups)
         panel.set(ylabel=y)
         panel.set_title(title, fontsize=10)
-        panel.legend(fontsize=8, frameon=False, ncols=len(found))
+        if any(found):
+            panel.legend(fontsize=8, frameon=False, ncols=len(found))
         _plain(panel)
     _save(figure, path)
 

@@ -9,6 +9,7 @@ from experiments import leakage as experiment
 
 TINY = shlex.split(
     "--models vit --images 1 --batch-sizes 1 --local-steps 1 --attack-steps 20 "
+    "--epochs 1 --examples 64 "
     "--dim 8 --depth 1 --heads 2 --head-dim 4 --mlp-dim 8 --patch-size 4 --devices 1 "
     "--no-tune-process"
 )
@@ -19,13 +20,19 @@ def test_an_audit(tmp_path, capsys, monkeypatch):
     out = tmp_path / "run"
     assert experiment.main(["--out", str(out), *TINY]) == 0
     content = json.loads((out / "summary.json").read_text())
-    cases = [(case["codec"], case["part"]) for case in content["cases"]]
+    cases = [(c["codec"], c["part"], c["is_trained"]) for c in content["cases"]]
     assert cases == [
-        ("none", "all"),
-        ("sign", "all"),
-        ("none", "qkv"),
-        ("none", "all but qkv"),
+        ("none", "all", False),
+        ("sign", "all", False),
+        ("none", "qkv", False),
+        ("none", "all but qkv", False),
+        ("none", "all", True),
+        ("none", "qkv", True),
+        ("none", "all but qkv", True),
     ]
+    # Another model than the initial one has another gradient.
+    assert content["cases"][4]["psnr"] != content["cases"][0]["psnr"]
+    assert 0 < content["accuracies"]["vit"] < 1
     for case in content["cases"]:
         assert 0 < case["psnr"][0] < 60
         assert 0 <= case["distance"][0] <= 2
@@ -48,6 +55,7 @@ def test_an_audit(tmp_path, capsys, monkeypatch):
         ("--local-steps one", "local steps is 'one'"),
         ("--client-lr 0", "client lr is 0.0; allowed"),
         ("--images 0", "images is 0"),
+        ("--epochs -1", "epochs is -1; allowed is 0 or more"),
     ],
 )
 def test_bad_flags_are_one_clear_line(flags, said, capsys, tmp_path, monkeypatch):
