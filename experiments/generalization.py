@@ -47,9 +47,12 @@ from fedjax_tp.types import InputError, Params, Tree
 EXPERIMENT = "generalization"
 _ungrouped = tyro.conf.arg(name="")
 _LOOKS = 3
-# Of each client, on which gradients are measured.
+# Examples of each client, on which gradients are measured.
 _PROBES = 32
-_CROWDS = (1e2, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9)
+# Clients for which the hypernetwork's derivatives are measured: what they depend on is
+# nearly the same for all.
+_PROBED_CLIENTS = 4
+_CROWDS = tuple(10.0**power for power in range(1, 10))
 
 OWNED: dict[str, tree.PathPredicate] = {
     "fedtp": is_attention_projection,
@@ -71,11 +74,11 @@ class Flags:
     lab: Annotated[LabFlags, _ungrouped] = LabFlags()
     algorithms: str = "fedtp,fedtp_vanilla,fedavg"
     """Some of fedtp, fedtp_vanilla, fedavg, local."""
-    clients: str = "4,8,16,32,64"
+    clients: str = "4,16,64"
     """Numbers of clients, each with --at-samples examples."""
     samples: str = "10,20,40,80"
     """Training examples a client, with --at-clients clients."""
-    embedding_dims: str = "2,8,32,128"
+    embedding_dims: str = "2,16,128"
     """Embedding sizes of FedTP, with --at-clients and --at-samples."""
     at_clients: int = 16
     """Clients where examples or embeddings are varied."""
@@ -85,7 +88,7 @@ class Flags:
     """Shards a client, of the examples sorted by class: about as many classes."""
     seeds: int = 3
     """Repetitions, from seed on, each with its own dealing and initial values."""
-    rounds: int = 40
+    rounds: int = 100
     """Rounds of every training; all clients take part in each."""
     local_steps: int = 8
     """Steps of a client in a round, however many examples it has."""
@@ -148,7 +151,13 @@ class Study(NamedTuple):
 
     @property
     def capacity(self) -> int:
+        """Training examples a client is dealt, some of them several times."""
         return self.flags.local_steps * self.flags.batch_size
+
+    @property
+    def most_clients(self) -> int:
+        """Of any training."""
+        return max(count for count, _ in self.dealt)
 
 
 class Constants(NamedTuple):
@@ -265,7 +274,7 @@ def points_of(flags: Flags, names: Sequence[str], sweeps: Sweeps) -> list[Point]
     order = {name: place for place, name in enumerate(names)}
     return sorted(
         set(points),
-        key=lambda p: (order[p.algorithm], p.clients, p.embedding_dim, p.samples),
+        key=lambda p: (order[p.algorithm], p.embedding_dim, p.clients, p.samples),
     )
 
 
@@ -302,7 +311,8 @@ def deal_all(
 
 
 class Programs(NamedTuple):
-    """What is compiled once for trainings that differ in examples and seed alone."""
+    """What is compiled once for an algorithm and embedding: in trainings with fewer
+    clients the others hold nothing, take no steps and count for nothing."""
 
     trainer: Trainer
     measure: Callable[[SimulationState, Any, FederatedDataset], Constants]
@@ -315,32 +325,27 @@ def make_programs(study: Study, point: Point) -> Programs:
     if point.embedding_dim:
         hypernetwork = replace(hypernetwork, embedding_dim=point.embedding_dim)
     setting = study.setting._replace(
-        num_clients=point.clients, hypernetwork=hypernetwork
+        num_clients=study.most_clients, hypernetwork=hypernetwork
     )
     algorithm = REGISTRY[point.algorithm](setting)
-    test_sizes = [
-        len(part)
-        for (count, _), dealt in study.dealt.items()
-        if count == point.clients
-        for part in dealt.test
-    ]
+    test_sizes = [len(part) for found in study.dealt.values() for part in found.test]
     trainer = lab.make_trainer(
         algorithm,
         generalization.with_expected_error(setting.task),
-        point.clients,
-        cohort=point.clients,
+        study.most_clients,
+        cohort=study.most_clients,
         schedule=LocalSchedule(
             flags.batch_size,
             1,
             study.capacity,
-            setup.default_lanes(point.clients, mesh),
+            setup.default_lanes(study.most_clients, mesh),
             mesh,
         ),
         test_capacity=max(study.capacity, *test_sizes),
         max_rounds=-(-flags.rounds // _LOOKS),
     )
     is_own = OWNED[point.algorithm]
-    all_clients = jnp.arange(point.clients)
+    all_clients = jnp.arange(study.most_clients)
 
     def parts_of(state: SimulationState) -> tuple[Params, Tree, Tree, Tree]:
         """The models, with what is shared and own of them, and the hypernetwork."""
@@ -372,12 +377,14 @@ def make_programs(study: Study, point: Point) -> Programs:
         if hyper is not None:
             singular = generalization.operator_norms(
                 hyper.phi,
-                hyper.embeddings,
+                hyper.embeddings[:_PROBED_CLIENTS],
                 client_shapes(algorithm).message.personal,
                 hypernetwork,
                 jax.random.key(0),
             )
-            phi_lipschitz, z_lipschitz = singular.phi.max(), singular.z.max()
+            takes_part = data.size[:_PROBED_CLIENTS] > 0
+            phi_lipschitz = jnp.where(takes_part, singular.phi, 0.0).max()
+            z_lipschitz = jnp.where(takes_part, singular.z, 0.0).max()
             phi_radius = norm(jax.tree.map(jnp.subtract, hyper.phi, hyper_before.phi))
             z_moved = hyper.embeddings - hyper_before.embeddings
             z_radius = farthest(z_moved).max()
@@ -401,7 +408,7 @@ def train_all(study: Study, points: Sequence[Point]) -> dict[Point, list[Figures
     found = {}
     programs: dict[Point, Programs] = {}
     for point in points:
-        kind = point._replace(samples=0)
+        kind = point._replace(clients=0, samples=0)
         if kind not in programs:
             # Only of the points at hand: what is compiled for others is let go.
             programs = {kind: make_programs(study, point)}
@@ -436,10 +443,11 @@ def train_point(
 
     tests = [study.first_test + part for part in dealt.test]
     # The same for all, so that a program is not compiled for each.
-    rows = max(point.clients * study.capacity, sum(map(len, tests)))
+    rows = max(study.most_clients * study.capacity, sum(map(len, tests)))
+    nothing = [np.zeros(0, np.int64)] * (study.most_clients - point.clients)
 
     def on_device(parts: Sequence[np.ndarray]) -> FederatedDataset:
-        data = federate(study.dataset, "train", [tuple(parts)])
+        data = federate(study.dataset, "train", [(*parts, *nothing)])
         padded = jnp.pad(data.rows, (0, rows - len(data.rows)))
         return launch.replicate(data._replace(rows=padded), study.lab.mesh)
 
