@@ -52,7 +52,8 @@ _PROBES = 32
 # Clients for which the hypernetwork's derivatives are measured: what they depend on is
 # nearly the same for all.
 _PROBED_CLIENTS = 4
-_CROWDS = tuple(10.0**power for power in range(1, 10))
+_POWERS = range(1, 10)
+_CROWDS = tuple(10.0**power for power in _POWERS)
 
 OWNED: dict[str, tree.PathPredicate] = {
     "fedtp": is_attention_projection,
@@ -744,8 +745,8 @@ def looseness(found: Found, bounds: Bounds) -> str:
 
 def gap_table(found: Found, bounds: Bounds) -> report.Table:
     """What was measured, and what the bound makes of it."""
-    header = ["algorithm", "clients", "examples", "embedding", "training, %", "test, %"]
-    header += ["gap, points", "of expected error", "bound", "times too large"]
+    header = ["algorithm", "N", "m", "z", "training", "test", "gap"]
+    header += ["gap, expected error", "bound", "times"]
     rows = []
     for point, own in found.items():
         shown = ["-", "-"]
@@ -765,7 +766,9 @@ def gap_table(found: Found, bounds: Bounds) -> report.Table:
                 *shown,
             ]
         )
-    return report.Table("Training and test, over seeds", header, rows)
+    title = "N clients with m examples each, embeddings of size z: accuracy and gaps "
+    title += "in points, the bound, and how many times too large it is"
+    return report.Table(title, header, rows)
 
 
 def block_table(
@@ -802,7 +805,7 @@ def needed_table(flags: Flags, needed: Mapping[str, Sequence[float]]) -> report.
     """Examples a client, by the number of clients."""
     return report.Table(
         f"Examples a client for which the bound promises a gap of {flags.gap:g}",
-        ["algorithm", *(f"{count:.0e} clients" for count in _CROWDS)],
+        ["algorithm", *(f"N=1e{power}" for power in _POWERS)],
         [[name, *(f"{v:.2g}" for v in values)] for name, values in needed.items()],
     )
 

@@ -1,6 +1,6 @@
 """PNG plots of a run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 # Okabe and Ito's palette: told apart by the colour-blind, and in grey.
 COLORS = ("#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#000000")
@@ -513,6 +513,7 @@ def lines(
             panel.axhline(0, color="0.4", lw=0.8)
         if log_x:
             panel.set_xscale("log")
+            _name_few(panel, {x for places, _ in found.values() for x in places})
         if log_y:
             panel.set_yscale("log")
         panel.set(xlabel=x)
@@ -521,6 +522,13 @@ def lines(
         _plain(panel)
     axes[0, 0].set_ylabel(y)
     _save(figure, path)
+
+
+def _name_few(axes: Axes, places: Collection[float]) -> None:
+    """Writes a few whole numbers at a logarithmic axis as they are."""
+    if len(places) <= 6 and all(1 <= x < 1e5 and x == int(x) for x in places):
+        axes.set_xticks(sorted(places), [f"{x:g}" for x in sorted(places)])
+        axes.xaxis.set_minor_locator(NullLocator())
 
 
 def heat(
