@@ -50,10 +50,12 @@ def test_a_run_and_what_is_done_again(tmp_path, capsys):
         assert found["personal_size"] == 3 * 64
         assert (found["phi_size"] > 0) == is_fedtp
     needed = content["needed"]
-    # FedTP's clients share the cost of all but the embedding, vanilla's do not.
-    assert needed["fedtp"][-1] < needed["fedtp"][0] / 10
-    assert needed["fedtp_vanilla"][-1] > needed["fedtp_vanilla"][0] / 10
-    assert np.all(np.diff(needed["fedtp"]) < 0)
+    # Clients share the cost of all but their own numbers: 4 of FedTP's, 192 of
+    # vanilla's, whose share is what stays.
+    for name in ("fedtp", "fedtp_vanilla"):
+        assert np.all(np.diff(needed[name]) < 0)
+        assert needed[name][-1] == pytest.approx(needed[name][-2], rel=0.05)
+    assert needed["fedtp"][-1] < needed["fedtp_vanilla"][-1] / 5
 
     part = out / "parts" / "fedtp_vanilla-n3-m12-seed0.json"
     part.unlink()
