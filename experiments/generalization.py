@@ -692,7 +692,8 @@ def write(study: Study, names: Sequence[str], sweeps: Sweeps, found: Found) -> N
         summary=f"Shards, {flags.shards} a client; {flags.rounds} rounds, all clients "
         f"in each, {flags.local_steps} steps of {flags.batch_size} examples; "
         f"{flags.seeds} seeds. The bound is of Baxter's kind, and ours. Its constants "
-        "are the largest that were seen at any look, client, example and seed: the "
+        f"are the largest of some looks at {_PROBES} examples of each client, and at "
+        f"the hypernetwork for {_PROBED_CLIENTS} clients, with all seeds: the "
         "true ones, over whole balls, are larger, so that this is an estimate of the "
         "bound and no certificate. " + looseness(found, bounds),
         content={
