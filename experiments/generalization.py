@@ -87,7 +87,7 @@ class Flags:
     """Training examples a client where clients or embeddings are varied."""
     shards: int = 2
     """Shards a client, of the examples sorted by class: about as many classes."""
-    seeds: int = 3
+    seeds: int = 2
     """Repetitions, from seed on, each with its own dealing and initial values."""
     rounds: int = 100
     """Rounds of every training; all clients take part in each."""
