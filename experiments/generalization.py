@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from experiments import cli, lab, launch, setup
+from experiments import cli, lab, setup
 from experiments.flags import LabFlags, ModelFlags, SourceFlags
 from experiments.lab import Arrays, Figures, Lab, Trainer
 from experiments.trained import params_of
@@ -35,7 +35,7 @@ from fedjax_tp.algorithms.base import client_shapes, is_nothing
 from fedjax_tp.analysis import generalization
 from fedjax_tp.analysis.generalization import Block
 from fedjax_tp.data import catalog, partition
-from fedjax_tp.data.federated import FederatedDataset, federate, gather
+from fedjax_tp.data.federated import FederatedDataset, gather
 from fedjax_tp.hypernetwork import HypernetworkConfig
 from fedjax_tp.io import plots, report
 from fedjax_tp.models.attention import is_attention_projection
@@ -49,6 +49,7 @@ _ungrouped = tyro.conf.arg(name="")
 _LOOKS = 3
 # Examples of each client, on which gradients are measured.
 _PROBES = 32
+_AT_A_TIME = 4
 # Clients for which the hypernetwork's derivatives are measured: what they depend on is
 # nearly the same for all.
 _PROBED_CLIENTS = 4
@@ -116,6 +117,11 @@ class Point(NamedTuple):
     clients: int
     samples: int
     embedding_dim: int = 0
+
+    @property
+    def kind(self) -> "Point":
+        """What programs are compiled for."""
+        return self._replace(clients=0, samples=0)
 
     @property
     def name(self) -> str:
@@ -199,6 +205,12 @@ def run(flags: Flags) -> None:
     mesh = lab.make_mesh(flags.lab)
     dataset = lab.load_images(flags.source, EXPERIMENT)
     task = setup.make_task(flags.model, dataset.x_train.shape[1:], dataset.num_classes)
+    shapes = jax.eval_shape(task.init, jax.random.key(0))
+    if jax.tree.leaves(tree.split(shapes, is_statistic)[0]):
+        raise InputError(
+            f"model is {flags.model.model}, whose running statistics the bound does "
+            "not cover; allowed are models without batch normalization"
+        )
     setting = Setting(
         task,
         flags.at_clients,
@@ -207,10 +219,10 @@ def run(flags: Flags) -> None:
     )
     check_setting(setting)
     points = points_of(flags, names, sweeps)
-    dealt = deal_all(flags, dataset, points)
-    for name in names:
+    for kind in {point.kind for point in points}:
         # Refused before the run folder is there: attention is needed, say.
-        REGISTRY[name](setting)
+        build(setting, kind)
+    dealt = deal_all(flags, dataset, points)
     with lab.open_lab(EXPERIMENT, flags, flags.lab, dataset, mesh) as place:
         study = Study(
             flags,
@@ -242,11 +254,16 @@ def _check(flags: Flags, sweeps: Sweeps) -> None:
     counts = ("at_clients", "at_samples", "shards", "seeds", "rounds", "local_steps")
     cli.check_counts(flags, *counts, "batch_size")
     lab.check_seed(flags.lab)
+    last = flags.lab.seed + flags.seeds - 1
+    lab.check_seed(replace(flags.lab, seed=last))
     most = flags.local_steps * flags.batch_size
-    for values in (sweeps.samples, [flags.at_samples]):
-        if max(values) > most:
+    for name, value in (
+        ("samples", max(sweeps.samples)),
+        ("at samples", flags.at_samples),
+    ):
+        if value > most:
             raise InputError(
-                f"samples is {max(values)}; allowed are up to {most} examples a "
+                f"{name} is {value}; allowed are up to {most} examples a "
                 "client, which is what it sees in a round: --local-steps times "
                 "--batch-size"
             )
@@ -311,6 +328,14 @@ def deal_all(
     return dealt
 
 
+def build(setting: Setting, point: Point) -> Algorithm:
+    """The algorithm of a point, with its embedding."""
+    if point.embedding_dim:
+        hypernetwork = replace(setting.hypernetwork, embedding_dim=point.embedding_dim)
+        setting = setting._replace(hypernetwork=hypernetwork)
+    return REGISTRY[point.algorithm](setting)
+
+
 class Programs(NamedTuple):
     """What is compiled once for an algorithm and embedding: in trainings with fewer
     clients the others hold nothing, take no steps and count for nothing."""
@@ -322,13 +347,8 @@ class Programs(NamedTuple):
 def make_programs(study: Study, point: Point) -> Programs:
     """The algorithm of a point, and its measurements."""
     flags, mesh = study.flags, study.lab.mesh
-    hypernetwork = study.setting.hypernetwork
-    if point.embedding_dim:
-        hypernetwork = replace(hypernetwork, embedding_dim=point.embedding_dim)
-    setting = study.setting._replace(
-        num_clients=study.most_clients, hypernetwork=hypernetwork
-    )
-    algorithm = REGISTRY[point.algorithm](setting)
+    setting = study.setting._replace(num_clients=study.most_clients)
+    algorithm = build(setting, point)
     test_sizes = [len(part) for found in study.dealt.values() for part in found.test]
     trainer = lab.make_trainer(
         algorithm,
@@ -353,7 +373,7 @@ def make_programs(study: Study, point: Point) -> Programs:
         models = jax.vmap(lambda client: params_of(algorithm, state, client))(
             all_clients
         )
-        own, shared = tree.split(tree.split(models, is_statistic)[1], is_own)
+        own, shared = tree.split(models, is_own)
         return models, shared, own, getattr(state.server, "hypernetwork", None)
 
     norm = generalization.euclidean_norm
@@ -366,12 +386,14 @@ def make_programs(study: Study, point: Point) -> Programs:
         models, shared, own, hyper = parts_of(state)
         _, shared_before, own_before, hyper_before = parts_of(initial)
 
-        def of_client(client: jax.Array, model: Params) -> Any:
+        def of_client(inputs: tuple[jax.Array, Params]) -> Any:
+            client, model = inputs
             places = jnp.arange(_PROBES)
             batch = gather(data, client, places, places < data.size[client])
             return generalization.gradient_norms(setting.task, model, batch, is_own)
 
-        norms = jax.vmap(of_client)(all_clients, models)
+        # A few clients at a time: a gradient of each example is as large as the model.
+        norms = jax.lax.map(of_client, (all_clients, models), batch_size=_AT_A_TIME)
         moved = jax.tree.map(jnp.subtract, (shared, own), (shared_before, own_before))
         zero = jnp.zeros(())
         phi_lipschitz, z_lipschitz, phi_radius, z_radius = zero, zero, zero, zero
@@ -380,7 +402,8 @@ def make_programs(study: Study, point: Point) -> Programs:
                 hyper.phi,
                 hyper.embeddings[:_PROBED_CLIENTS],
                 client_shapes(algorithm).message.personal,
-                hypernetwork,
+                # Its other settings than the embedding's size, which does not enter.
+                setting.hypernetwork,
                 jax.random.key(0),
             )
             takes_part = data.size[:_PROBED_CLIENTS] > 0
@@ -396,7 +419,10 @@ def make_programs(study: Study, point: Point) -> Programs:
             z_lipschitz,
             # The same for all: of the first client.
             norm(jax.tree.map(lambda leaf: leaf[0], moved[0])),
-            farthest(moved[1]).max() if jax.tree.leaves(moved[1]) else zero,
+            # What is emitted for clients that hold nothing moves with phi.
+            jnp.where(data.size > 0, farthest(moved[1]), 0.0).max()
+            if jax.tree.leaves(moved[1])
+            else zero,
             phi_radius,
             z_radius,
         )
@@ -409,10 +435,9 @@ def train_all(study: Study, points: Sequence[Point]) -> dict[Point, list[Figures
     found = {}
     programs: dict[Point, Programs] = {}
     for point in points:
-        kind = point._replace(clients=0, samples=0)
-        if kind not in programs:
+        if point.kind not in programs:
             # Only of the points at hand: what is compiled for others is let go.
-            programs = {kind: make_programs(study, point)}
+            programs = {point.kind: make_programs(study, point.kind)}
         own = []
         for i in range(study.flags.seeds):
             seed = study.flags.lab.seed + i
@@ -420,7 +445,7 @@ def train_all(study: Study, points: Sequence[Point]) -> dict[Point, list[Figures
                 study.lab,
                 f"{point.name}-seed{seed}",
                 {"rounds": study.flags.rounds},
-                bind(train_point, study, programs[kind], point, seed),
+                bind(train_point, study, programs[point.kind], point, seed),
             )
             own.append(figures)
         found[point] = own
@@ -447,14 +472,15 @@ def train_point(
     rows = max(study.most_clients * study.capacity, sum(map(len, tests)))
     nothing = [np.zeros(0, np.int64)] * (study.most_clients - point.clients)
 
-    def on_device(parts: Sequence[np.ndarray]) -> FederatedDataset:
-        data = federate(study.dataset, "train", [(*parts, *nothing)])
-        padded = jnp.pad(data.rows, (0, rows - len(data.rows)))
-        return launch.replicate(data._replace(rows=padded), study.lab.mesh)
+    def on_device(
+        parts: Sequence[np.ndarray], like: FederatedDataset | None = None
+    ) -> FederatedDataset:
+        held = [*parts, *nothing]
+        return lab.on_device(study.lab, study.dataset, "train", held, rows, like=like)
 
     # Again and again, so that every client takes as many steps.
     repeated = on_device([np.resize(part, study.capacity) for part in chosen])
-    train, test = on_device(chosen), on_device(tests)
+    train, test = on_device(chosen, repeated), on_device(tests, repeated)
 
     state = lab.start(trainer, seed)
     initial = jax.device_get(state)
@@ -478,9 +504,14 @@ def train_point(
     figures: Figures = {"left_out": left_out} | sizes_of(trainer.algorithm)
     for split, data in (("train", train), ("test", test)):
         found = jax.device_get(trainer.evaluate(state, data, train))
-        examples = float(np.sum(found.examples))
-        figures[f"{split}_accuracy"] = float(np.sum(found.correct)) / examples
-        figures[f"{split}_error"] = lab.finite(np.sum(found.loss) / examples)
+        # Means over clients, as the bound has them: each counts once that has examples.
+        has_some = found.examples > 0
+        correct, errors = (
+            np.mean(sums[has_some] / found.examples[has_some])
+            for sums in (found.correct, found.loss)
+        )
+        figures[f"{split}_accuracy"] = float(correct)
+        figures[f"{split}_error"] = lab.finite(errors)
     for name, values in zip(
         Constants._fields, zip(*constants, strict=True), strict=True
     ):
@@ -491,8 +522,8 @@ def train_point(
 def sizes_of(algorithm: Algorithm) -> Figures:
     """How many numbers of one client's model are shared and its own, and how many
     phi has; nothing is computed."""
-    weights = tree.split(client_shapes(algorithm).params, is_statistic)[1]
-    own, shared = tree.split(weights, OWNED[algorithm.name])
+    params = client_shapes(algorithm).params
+    own, shared = tree.split(params, OWNED[algorithm.name])
     server = jax.eval_shape(algorithm.init, jax.random.key(0))
     hypernetwork = getattr(server, "hypernetwork", None)
     return {
@@ -556,8 +587,13 @@ def blocks_of(point: Point, found: Sequence[Figures]) -> list[Block] | None:
 def mean_of(found: Sequence[Figures], name: str, scale: float = 1.0) -> str:
     """Over seeds, with the deviation if there are several."""
     values = [np.nan if own[name] is None else scale * own[name] for own in found]
-    mean = f"{np.mean(values):.1f}"
-    return f"{mean} ± {np.std(values):.1f}" if len(values) > 1 else mean
+    return shown_mean(np.array(values))
+
+
+def shown_mean(values: np.ndarray) -> str:
+    """The mean, with the deviation if there are several values."""
+    mean = f"{values.mean():.1f}"
+    return f"{mean} ± {values.std():.1f}" if len(values) > 1 else mean
 
 
 def gaps(found: Sequence[Figures], figure: str) -> np.ndarray:
@@ -626,7 +662,8 @@ def write(study: Study, names: Sequence[str], sweeps: Sweeps, found: Found) -> N
     pictures = {
         "Training less test accuracy": out / "gap.png",
         "Training and test accuracy": out / "accuracy.png",
-        "Examples a client for which the bound promises a gap": out / "needed.png",
+        "Examples a client for which the bound promises a gap, with the constants of "
+        f"{flags.at_clients} clients": out / "needed.png",
     }
     gap_file, accuracy_file, needed_file = pictures.values()
     draw = bind(curves, flags, names, sweeps)
@@ -694,8 +731,9 @@ def write(study: Study, names: Sequence[str], sweeps: Sweeps, found: Found) -> N
         f"{flags.seeds} seeds. The bound is of Baxter's kind, and ours. Its constants "
         f"are the largest of some looks at {_PROBES} examples of each client, and at "
         f"the hypernetwork for {_PROBED_CLIENTS} clients, with all seeds: the "
-        "true ones, over whole balls, are larger, so that this is an estimate of the "
-        "bound and no certificate. " + looseness(found, bounds),
+        "true ones, over whole balls, are larger; and radii are those of the trained "
+        "models, where the proof has them fixed beforehand. So this is an estimate of "
+        "the bound and no certificate. " + looseness(found, bounds),
         content={
             "dataset": study.dataset.name,
             "points": [
@@ -712,15 +750,7 @@ def write(study: Study, names: Sequence[str], sweeps: Sweeps, found: Found) -> N
             needed_table(flags, needed),
         ],
         pictures=pictures,
-        notices=[
-            *study.dataset.notices,
-            *(
-                f"{name}: a client's loss or update was not finite {count} times, and "
-                "left out (lower --client-lr)"
-                for name, count in left_out.items()
-                if count
-            ),
-        ],
+        notices=[*study.dataset.notices, *lab.left_out_notices(left_out)],
     )
 
 
@@ -728,8 +758,10 @@ Bounds = Mapping[Point, generalization.Bound]
 
 
 def _times_too_large(own: Sequence[Figures], bound: generalization.Bound) -> float:
-    """The bound over the largest difference of expected errors, of any seed."""
-    return bound.gap / max(float(np.abs(gaps(own, "error")).max()) / 100, 1e-9)
+    """The bound over the largest difference of expected errors, of any seed; infinite
+    where there is none, NaN where a training ran away."""
+    largest = float(np.abs(gaps(own, "error")).max()) / 100
+    return bound.gap / largest if largest else np.inf
 
 
 def looseness(found: Found, bounds: Bounds) -> str:
@@ -737,10 +769,14 @@ def looseness(found: Found, bounds: Bounds) -> str:
     if not bounds:
         return "No training stayed finite."
     ratios = [_times_too_large(found[point], bound) for point, bound in bounds.items()]
+    ratios = [ratio for ratio in ratios if np.isfinite(ratio)]
+    if not ratios:
+        return "No gap was measured that it could be held against."
     useful = sum(bound.gap < 1 for bound in bounds.values())
     return (
         f"It is {min(ratios):.2g} to {max(ratios):.2g} times what was measured; in "
-        f"{useful} of {len(bounds)} cases it is below 1, and says anything at all."
+        f"{useful} of {len(bounds)} cases it is below 1, and says anything at all. "
+        f"Trainings that ran away: {len(found) - len(bounds)}."
     )
 
 
@@ -763,7 +799,7 @@ def gap_table(found: Found, bounds: Bounds) -> report.Table:
                 str(point.embedding_dim or ""),
                 mean_of(own, "train_accuracy", 100),
                 mean_of(own, "test_accuracy", 100),
-                *(f"{values.mean():.1f} ± {values.std():.1f}" for values in by_figure),
+                *(shown_mean(values) for values in by_figure),
                 *shown,
             ]
         )
@@ -805,7 +841,8 @@ def block_table(
 def needed_table(flags: Flags, needed: Mapping[str, Sequence[float]]) -> report.Table:
     """Examples a client, by the number of clients."""
     return report.Table(
-        f"Examples a client for which the bound promises a gap of {flags.gap:g}",
+        f"Examples a client for which the bound promises a gap of {flags.gap:g}, with "
+        f"the constants of {flags.at_clients} clients with {flags.at_samples}",
         ["algorithm", *(f"N=1e{power}" for power in _POWERS)],
         [[name, *(f"{v:.2g}" for v in values)] for name, values in needed.items()],
     )

@@ -16,7 +16,7 @@ from experiments import cli, launch, results, setup
 from experiments.flags import DeviceFlags, LabFlags, SourceFlags
 from fedjax_tp.algorithms import Algorithm, ClientOptimizer, fedavg
 from fedjax_tp.data import catalog
-from fedjax_tp.data.federated import FederatedDataset, federate
+from fedjax_tp.data.federated import FederatedDataset, Split, federate
 from fedjax_tp.io import folder, report
 from fedjax_tp.io.signals import SignalReceived, stop_signals
 from fedjax_tp.models.task import Metrics, Task
@@ -28,7 +28,7 @@ from fedjax_tp.simulation.rounds import (
     make_advance,
     state_sharding,
 )
-from fedjax_tp.types import InputError, Params
+from fedjax_tp.types import InputError, Params, PRNGKey
 
 Figures = dict[str, Any]
 Arrays = dict[str, np.ndarray]
@@ -213,10 +213,41 @@ def make_trainer(
     )
 
 
+def initial_key(seed: int) -> PRNGKey:
+    """Draws the state before the first round."""
+    return jax.random.split(jax.random.key(seed))[0]
+
+
 def start(trainer: Trainer, seed: int) -> SimulationState:
     """The state before the first round."""
-    key = jax.random.split(jax.random.key(seed))[0]
-    return trainer.init(launch.replicate(key, trainer.mesh))
+    return trainer.init(launch.replicate(initial_key(seed), trainer.mesh))
+
+
+def on_device(
+    lab: Lab,
+    dataset: catalog.Dataset,
+    split: Split,
+    parts: Sequence[np.ndarray],
+    held: int,
+    *,
+    like: FederatedDataset | None = None,
+) -> FederatedDataset:
+    """A split that is dealt to clients, on all devices.
+
+    Args:
+      lab: where.
+      dataset: gives the examples.
+      split: which of them.
+      parts: row numbers of each client's examples.
+      held: the row numbers are padded to so many, so that programs need not be
+        compiled for each dealing.
+      like: the same split dealt in another way; its examples are not copied again.
+    """
+    data = federate(dataset, split, [tuple(parts)])
+    data = data._replace(rows=jnp.pad(data.rows, (0, held - len(data.rows))))
+    if like is not None:
+        data = data._replace(x=like.x, y=like.y)
+    return launch.replicate(data, lab.mesh)
 
 
 def train(
@@ -285,11 +316,12 @@ def train_centrally(
       batch_size: examples a step.
 
     Raises:
+      InputError: the loss or the model was not finite.
       Interrupted: told to stop.
     """
     every, count = np.arange(len(dataset.y_test)), len(rows)
-    train_data = launch.replicate(federate(dataset, "train", [(rows,)]), lab.mesh)
-    test = launch.replicate(federate(dataset, "test", [(every,)]), lab.mesh)
+    train_data = on_device(lab, dataset, "train", [rows], count)
+    test = on_device(lab, dataset, "test", [every], len(every))
     trainer = make_trainer(
         fedavg(task, optimizer),
         task,
@@ -299,7 +331,7 @@ def train_centrally(
         test_capacity=len(every),
         max_rounds=1,
     )
-    state, _ = train(
+    state, left_out = train(
         lab,
         trainer,
         start(trainer, seed),
@@ -309,6 +341,11 @@ def train_centrally(
         every=1,
         observe=lambda state, rounds: None,
     )
+    if left_out:
+        raise InputError(
+            f"central training was not finite in {left_out} of {epochs} epochs with a "
+            f"step size of {optimizer.lr}; allowed are smaller ones (--client-lr)"
+        )
     return Central(
         jax.device_get(state.server.shared),
         accuracy(trainer, state, test, train_data),
@@ -364,6 +401,16 @@ def parse_list(name: str, text: str, convert: Callable[[str], Any]) -> list[Any]
             f"{name} is {text!r}; allowed are different values with commas between them"
         )
     return values
+
+
+def left_out_notices(counts: Mapping[str, int]) -> list[str]:
+    """Says in which trainings clients were left out of averages, and how often."""
+    return [
+        f"{name}: a client's loss or update was not finite {count} times, and left out "
+        "(lower --client-lr)"
+        for name, count in counts.items()
+        if count
+    ]
 
 
 def finish(

@@ -146,10 +146,11 @@ def run(flags: Flags) -> None:
             )
     mesh = lab.make_mesh(flags.lab)
     dataset = lab.load_images(flags.source, EXPERIMENT)
-    if max(sizes) > dataset.num_classes:
+    classes = len(np.unique(dataset.y_test))
+    if max(sizes) > classes:
         raise InputError(
             f"batch sizes is {sizes}; images of a batch are of different classes, of "
-            f"which there are {dataset.num_classes}"
+            f"which there are {classes} among the test examples"
         )
     made = {name: make_task(flags, name, dataset) for name in models}
     cases = cases_of(models, sizes, steps, with_trained=flags.epochs > 0)
@@ -192,8 +193,8 @@ def make_task(flags: Flags, name: str, dataset: catalog.Dataset) -> Task:
 
 
 def initial_params(flags: Flags, task: Task) -> Params:
-    """Of the model, by the seed."""
-    return jax.jit(task.init)(jax.random.key(flags.lab.seed))
+    """Of the model, by the seed; those that training begins at."""
+    return jax.jit(task.init)(lab.initial_key(flags.lab.seed))
 
 
 def train(
@@ -243,24 +244,24 @@ def chosen_images(
     flags: Flags, dataset: catalog.Dataset, batch_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Images and labels, `[images, batch, ...]`: of different classes in a batch, the
-    first of each the same whatever the batch."""
+    first of each the same whatever the batch. Test examples, so that a trained model
+    has seen none of them."""
     rng = np.random.default_rng(flags.lab.seed)
     by_class = [
-        rng.permutation(np.flatnonzero(dataset.y_train == label))
-        for label in range(dataset.num_classes)
+        rng.permutation(np.flatnonzero(dataset.y_test == label))
+        for label in np.unique(dataset.y_test)
     ]
+    classes = len(by_class)
     rows = np.array(
         [
             [
-                by_class[(i + j) % dataset.num_classes][
-                    (i // dataset.num_classes) % len(by_class[i % dataset.num_classes])
-                ]
-                for j in range(batch_size)
+                own[i // classes % len(own)]
+                for own in (by_class[(i + j) % classes] for j in range(batch_size))
             ]
             for i in range(flags.images)
         ]
     )
-    return normalized(dataset.x_train[rows], dataset), dataset.y_train[rows]
+    return normalized(dataset.x_test[rows], dataset), dataset.y_test[rows]
 
 
 def range_of(dataset: catalog.Dataset) -> tuple[float, float]:

@@ -28,7 +28,7 @@ from fedjax_tp.algorithms import REGISTRY, ClientOptimizer, Setting, check_setti
 from fedjax_tp.analysis import noniid
 from fedjax_tp.analysis.layers import Layers, layers_of
 from fedjax_tp.data import catalog, partition
-from fedjax_tp.data.federated import FederatedDataset, federate, normalized
+from fedjax_tp.data.federated import FederatedDataset, normalized
 from fedjax_tp.hypernetwork import HypernetworkConfig
 from fedjax_tp.io import plots, report
 from fedjax_tp.models.task import Task
@@ -283,11 +283,8 @@ def probes_of(pool: Pool) -> Batch:
 def on_device(
     study: Study, split: Any, parts: Sequence[np.ndarray], held: int
 ) -> FederatedDataset:
-    """A split with its rows padded to `held`, so that programs need not be compiled
-    for each dealing."""
-    data = federate(study.pool.dataset, split, [tuple(parts)])
-    rows = jnp.pad(data.rows, (0, held - len(data.rows)))
-    return launch.replicate(data._replace(rows=rows), study.lab.mesh)
+    """See `lab.on_device`."""
+    return lab.on_device(study.lab, study.pool.dataset, split, parts, held)
 
 
 def make_trainer(
@@ -783,12 +780,7 @@ def left_out_notices(grid: Grid, shared: Shared) -> list[str]:
         f"{name}, beta {beta:g}, alpha {alpha:g}": found["left_out"]
         for (name, beta, alpha), found in shared.items()
     }
-    return [
-        f"{name}: a client's loss or update was not finite {count} times, and left out "
-        "(lower --client-lr)"
-        for name, count in counts.items()
-        if count
-    ]
+    return lab.left_out_notices(counts)
 
 
 def _or_nan(value: float | None) -> float:

@@ -2,8 +2,10 @@
 
 A bound of Baxter's (2000) multi-task kind, which is ours and not the FedTP paper's. Let
 the loss lie in [0, 1]. Client i of N uses parameters some of which all clients share,
-while it has a block of others for itself, and has m examples. Over all parameters in
-balls of given radii, with probability 1 - delta,
+while it has a block of others for itself, and has m examples; all N m are independent.
+Over all parameters in balls whose centres and radii do not depend on the examples, and
+in which the loss of every possible example has the Lipschitz constants below, with
+probability 1 - delta,
 
     |true error - training error|  <=  2 eta + sqrt((C(eta) + log(2 / delta)) / (2 N m))
 
@@ -284,7 +286,7 @@ def samples_needed(
     gap: float,
     delta: float = 0.05,
 ) -> float:
-    """m, examples a client, from which on the bound is at most `gap`.
+    """m, examples a client, from which on the bound is at most `gap`; at least 1.
 
     With eta = gap / 4, so that m is 2 / (N gap^2) (C(gap / 4) + log(2 / delta)): the
     terms of shared blocks fall as 1 / N, those of personal ones stay.
@@ -302,7 +304,7 @@ def samples_needed(
     if not 0 < gap < 1:
         raise InputError(f"gap is {gap}; allowed are numbers between 0 and 1")
     total = entropies(blocks, num_clients, np.array([gap / 4])).sum()
-    return float(2 / (num_clients * gap**2) * (total + np.log(2 / delta)))
+    return float(max(1.0, 2 / (num_clients * gap**2) * (total + np.log(2 / delta))))
 
 
 def _check(num_clients: int | float, delta: float) -> None:

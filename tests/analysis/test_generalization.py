@@ -37,10 +37,10 @@ def test_the_bound_is_its_formula_at_the_best_scale():
     assert found.gap == pytest.approx(gap)
 
 
-@pytest.mark.parametrize("samples", [10, 100])
+@pytest.mark.parametrize("samples", [100, 1000])
 def test_the_bound_holds_for_a_family_whose_true_errors_are_known(samples):
     """Loss |x - theta| for x uniform on [0, 1]: true error (t^2 + (1 - t)^2) / 2."""
-    clients, delta, draws = 3, 0.2, 400
+    clients, delta, draws = 3, 0.2, 100
     rng = np.random.default_rng(0)
     # Each client has a theta of its own in [0, 1]: a ball of radius 1/2.
     promised = bound([Block("theta", 1, 0.5, 1.0, True)], clients, samples, delta).gap
@@ -53,8 +53,8 @@ def test_the_bound_holds_for_a_family_whose_true_errors_are_known(samples):
     below = (seen - true).max(axis=2).mean(axis=1)
     worst = np.maximum(above, below)
     assert np.mean(worst > promised) <= delta
-    # Not for nothing: within an order of magnitude of what happens.
-    assert promised < 12 * worst.max()
+    # Not for nothing: of the size of what happens.
+    assert promised < 4 * worst.max()
 
 
 @pytest.mark.parametrize("dimension", [1, 2])
@@ -95,8 +95,13 @@ def test_more_clients_or_examples_never_raise_the_bound(
     ]
     here = bound(blocks, clients, samples).gap
     assert bound(blocks, clients, 2 * samples).gap <= here
-    assert bound(blocks[:1], 2 * clients, samples).gap <= here * (1 + 1e-9)
-    assert bound(blocks[1:], 2 * clients, samples).gap <= here
+    assert bound(blocks, 2 * clients, samples).gap <= here * (1 + 1e-9)
+    # What clients have for themselves costs the same but for delta, what they share
+    # less than before.
+    for block in blocks:
+        one, two = (bound([block], c, samples).gap for c in (clients, 2 * clients))
+        assert one / 1.5 < two <= one
+        assert block.is_personal or two < one
     # Averaging more of the model costs each client less.
     sizes = own + shared
     averaged = [Block("all", sizes, radius, lipschitz, False)]

@@ -9,7 +9,7 @@ from experiments import leakage as experiment
 
 TINY = shlex.split(
     "--models vit --images 1 --batch-sizes 1 --local-steps 1 --attack-steps 20 "
-    "--epochs 1 --examples 64 "
+    "--epochs 8 --examples 640 --client-lr 0.1 "
     "--dim 8 --depth 1 --heads 2 --head-dim 4 --mlp-dim 8 --patch-size 4 --devices 1 "
     "--no-tune-process"
 )
@@ -30,9 +30,9 @@ def test_an_audit(tmp_path, capsys, monkeypatch):
         ("none", "qkv", True),
         ("none", "all but qkv", True),
     ]
-    # Another model than the initial one has another gradient.
+    # Twice chance and more: it was trained.
+    assert content["accuracies"]["vit"] > 0.2
     assert content["cases"][4]["psnr"] != content["cases"][0]["psnr"]
-    assert 0 < content["accuracies"]["vit"] < 1
     for case in content["cases"]:
         assert 0 < case["psnr"][0] < 60
         assert 0 <= case["distance"][0] <= 2

@@ -71,3 +71,10 @@ def test_texts_that_cannot_be_read(tmp_path):
     for path, said in ((empty, "has no sentence"), (tmp_path / "no", "cannot read")):
         with pytest.raises(InputError, match=said):
             experiment.read_sentences(str(path))
+
+
+def test_training_that_runs_away_is_refused(tmp_path, capsys):
+    flags = ["--client-lr", "1e30", "--minilm", "none"]
+    assert experiment.main(["--out", str(tmp_path / "run"), *TINY, *flags]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "central training was not finite in" in said
