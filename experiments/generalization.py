@@ -49,7 +49,7 @@ _ungrouped = tyro.conf.arg(name="")
 _LOOKS = 3
 # Examples of each client, on which gradients are measured.
 _PROBES = 32
-_AT_A_TIME = 4
+_AT_A_TIME = 16
 # Clients for which the hypernetwork's derivatives are measured: what they depend on is
 # nearly the same for all.
 _PROBED_CLIENTS = 4
@@ -774,7 +774,7 @@ def looseness(found: Found, bounds: Bounds) -> str:
         return "No gap was measured that it could be held against."
     useful = sum(bound.gap < 1 for bound in bounds.values())
     return (
-        f"It is {min(ratios):.2g} to {max(ratios):.2g} times what was measured; in "
+        f"It is {min(ratios):.0f} to {max(ratios):.0f} times what was measured; in "
         f"{useful} of {len(bounds)} cases it is below 1, and says anything at all. "
         f"Trainings that ran away: {len(found) - len(bounds)}."
     )

@@ -20,6 +20,8 @@ COLORS = ("#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#00
 _STYLES = (("-", "o", ""), ("--", "s", "■ "), ("-.", "^", "▲ "))
 _MOST_CLIENTS_DRAWN = 100
 _PANELS_A_ROW = 5
+# Of all labels at an axis, side by side, as wide as a panel of bars.
+_LETTERS_ACROSS = 70
 
 
 def _save(figure: Figure, path: Path) -> None:
@@ -649,6 +651,8 @@ def bars(
         if line is not None:
             panel.axhline(line, color="0.3", lw=0.9)
         panel.set_xticks(range(len(groups)), groups)
+        if sum(map(len, groups)) > _LETTERS_ACROSS:
+            plt.setp(panel.get_xticklabels(), rotation=30, ha="right")
         panel.set(ylabel=y)
         panel.set_title(title, fontsize=10)
         if any(found):
